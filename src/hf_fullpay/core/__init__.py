@@ -1,0 +1,1 @@
+"""Shapes, errors, visible sets: what every other part stands on. Knows no transformers."""
