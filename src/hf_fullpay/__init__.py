@@ -1,0 +1,41 @@
+"""hf-fullpay: change how a Transformers model pays attention, by name.
+
+    import hf_fullpay
+    model = AutoModel.from_pretrained(path, attn_implementation="fullpay")
+
+Importing registers every preset of `PRESETS` with Transformers.
+"""
+
+from hf_fullpay.attend import attention
+from hf_fullpay.core.warning import FullPayWarning
+from hf_fullpay.hf.convert import convert, revert
+from hf_fullpay.hf.models import *  # noqa: F403
+from hf_fullpay.hf.models import CONFIGS, MODELS, register_models
+from hf_fullpay.hf.register import register, register_presets
+from hf_fullpay.payment import Clamp, Mixture, Softmax
+from hf_fullpay.plan import PRESETS, AttentionPlan
+from hf_fullpay.reach import Band, Full
+from hf_fullpay.scores import Bounded, DynamicScale, Plain
+
+__all__ = [
+    "PRESETS",
+    "AttentionPlan",
+    "Band",
+    "Bounded",
+    "Clamp",
+    "DynamicScale",
+    "Full",
+    "FullPayWarning",
+    "Mixture",
+    "Plain",
+    "Softmax",
+    "attention",
+    "convert",
+    "register",
+    "revert",
+    *CONFIGS,
+    *MODELS,
+]
+
+register_presets()
+register_models()

@@ -1,0 +1,1 @@
+"""The only folder that knows Transformers, PEFT and the Hub."""

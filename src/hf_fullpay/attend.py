@@ -1,0 +1,231 @@
+"""One attention call: reach, scores and payment composed on the fast paths. The only place that knows them all.
+
+Dimensions: B batch, H query heads, G key/value heads (G divides H), N queries, M keys, D and Dv widths.
+
+    scores \\ payment      softmax          mixture                   clamp
+    plain                 host             host + mean               tiles
+    dynamic scale         host             host + mean               tiles
+    bounded               tiles            tiles + mean              tiles
+
+host is torch's scaled_dot_product_attention (chunked for a band), tiles recomputes scores in tiles of rows, mean is the
+mean of visible values, linear in N. Asked for weights, the dense reference answers.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from hf_fullpay.core.errors import check_flag, check_number, wrong
+from hf_fullpay.core.numbers import accumulate, to_heads
+from hf_fullpay.core.shapes import check_shapes, split_mask
+from hf_fullpay.core.visible import Visible
+from hf_fullpay.core.warning import FullPayWarning
+from hf_fullpay.fast.host import host_attention
+from hf_fullpay.fast.mean import blend, visible_mean
+from hf_fullpay.fast.tiles import tiled_attention
+from hf_fullpay.payment import Clamp, Mixture
+from hf_fullpay.payment.clamp import floor_of
+from hf_fullpay.payment.gate import gated
+from hf_fullpay.payment.mixture import Budget, share
+from hf_fullpay.plan import AttentionPlan, resolve
+from hf_fullpay.reference import reference_attention
+from hf_fullpay.scores import Bounded, DynamicScale
+from hf_fullpay.scores.bounded import width_and_amplitude
+from hf_fullpay.scores.dynamic_scale import dynamic_gain
+
+Strengths = Mapping[str, Tensor]
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    plan: AttentionPlan,
+    allowed: Visible,
+    scaling: float,
+    bias: Tensor | None = None,
+    strengths: Strengths | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Attention of one layer on the fast paths.
+
+    Args:
+        query: (B, H, N, D).
+        key: (B, G, M, D).
+        value: (B, G, M, Dv).
+        plan: what this layer does; its `layers` policy plays no part here.
+        allowed: the keys that the model's mask allows; the plan's reach cuts it further.
+        scaling: factor of the scores.
+        bias: added to the scores, broadcastable to (B, H, N, M); its gradient is returned.
+        strengths: learned numbers that take the place of the plan's: "budget", "alpha", "bound" of shape (H,), and
+            "gate", logits of shape (B, H, N, 1).
+        dropout: probability with which a softmax weight is dropped; the floor is never dropped.
+
+    Returns:
+        (B, H, N, Dv) in the type of query. A query that sees no key gives zeros.
+    """
+    strengths = strengths or {}
+    visible = plan.reach.restrict(allowed)
+
+    if isinstance(plan.scores, DynamicScale):
+        gain = dynamic_gain(to_heads("alpha", strengths.get("alpha", plan.scores.start()), query), plan.scores.max_scale)
+        if gain != 1.0 if isinstance(gain, float) else True:
+            query = (query.to(accumulate(query.dtype)) * gain).to(query.dtype)
+            bias = bias * gain if bias is not None else None
+
+    if isinstance(plan.scores, Bounded) or isinstance(plan.payment, Clamp):
+        output = _tiled(query, key, value, plan, visible, scaling, bias, strengths, dropout)
+    else:
+        output = host_attention(query, key, value, visible=visible, scaling=scaling, bias=bias, dropout=dropout)
+
+    if isinstance(plan.payment, Mixture) and not (plan.payment.is_neutral and "budget" not in strengths):
+        paid = allowed if plan.payment.pay == "visible" else visible
+        budget = to_heads("budget", strengths.get("budget", plan.payment.budget), query)
+        counts = paid.counts().to(accumulate(query.dtype))
+        output = blend(output, visible_mean(value, paid), share(plan.payment.floor, budget, counts))
+    if plan.gate:
+        output = gated(output, strengths["gate"])
+    return output
+
+
+def _tiled(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: AttentionPlan,
+    visible: Visible,
+    scaling: float,
+    bias: Tensor | None,
+    strengths: Strengths,
+    dropout: float,
+) -> Tensor:
+    """Bounded scores and clamped weights: give the tiles the row numbers that they need."""
+    counts = visible.counts().to(accumulate(query.dtype))
+    centre = width = amplitude = least = None
+    median = rescale = False
+    if isinstance(plan.scores, Bounded):
+        options = plan.scores
+        bound = to_heads("bound", strengths.get("bound", options.limit), query)
+        width, amplitude = width_and_amplitude(bound, options.temperature, options.slope, counts)
+        median, rescale = options.centre == "median", options.slope == "rescale"
+        if options.centre == "mean":
+            centre = _mean_score(query, key, visible, scaling, bias, counts)
+    if isinstance(plan.payment, Clamp):
+        budget = to_heads("budget", strengths.get("budget", plan.payment.budget), query)
+        least = floor_of(plan.payment.floor, budget, counts)
+    return tiled_attention(
+        query, key, value, visible=visible, scaling=scaling, bias=bias, centre=centre, median=median,
+        width=width, amplitude=None if rescale else amplitude, rescale=rescale, floor=least, dropout=dropout,
+    )  # fmt: skip
+
+
+def _mean_score(
+    query: Tensor, key: Tensor, visible: Visible, scaling: float, bias: Tensor | None, counts: Tensor
+) -> Tensor:
+    """Mean score of every row, scaling * q_i . (mean of its visible keys): linear in N. (B, H, N, 1)."""
+    batch, heads, queries, width = query.shape
+    kind = accumulate(query.dtype)
+    mean = visible_mean(key.to(kind), visible)
+    rows = query.to(kind).unflatten(1, (mean.shape[1], -1))
+    centre = (rows * mean[:, :, None]).sum(-1, keepdim=True).flatten(1, 2) * scaling
+    if bias is not None:
+        seen = visible.to_dense()
+        centre = centre + (bias * seen).sum(-1, keepdim=True) / counts.clamp_min(1)
+    return centre
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    plan: AttentionPlan | str,
+    visible: Tensor | None = None,
+    is_causal: bool | str = False,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    return_weights: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention under a plan, on plain tensors.
+
+    Args:
+        query: (B, H, N, D), any strides, FP32, BF16, FP16 or FP64.
+        key: (B, G, M, D), where G divides H: head h reads key head h // (H // G).
+        value: (B, G, M, Dv).
+        plan: an AttentionPlan or the name of a preset.
+        visible: None, key padding (B, M) bool (True: the key exists), or a mask that broadcasts to (B, H, N, M): bool
+            (True is visible) or floating (added to the scores; a key is hidden where it is -10000 or less). It may
+            require a gradient.
+        is_causal: False, True (needs N = M), "upper_left" (query i sees keys j <= i, as torch's SDPA has it) or
+            "lower_right" (the last query sees all keys, as in decoding with a cache). Combines with `visible`.
+        scaling: factor of the scores; None for 1 / sqrt(D).
+        dropout: probability in [0, 1) of dropping a softmax weight (others grow by 1 / (1 - dropout)); never the floor.
+        return_weights: also return the weights, computed by the dense reference: N x M memory.
+
+    Returns:
+        Output (B, H, N, Dv) in the type of query, or (output, weights (B, H, N, M)). A query without any visible key
+        gives zeros and has zero gradients.
+
+    Raises:
+        ValueError: for shapes, masks or options that do not fit, as "expected ..., got ...".
+    """
+    plan = resolve(plan)
+    check_shapes(query, key, value)
+    check_number("dropout", dropout, low=0, high=1, open_high=True)
+    check_flag("return_weights", return_weights)
+    if scaling is not None:
+        check_number("scaling", scaling)
+    if plan.gate:
+        raise wrong("plan", "gate=False on plain tensors", "gate=True", "The gate reads a layer's input: use convert().")
+    allowed, bias = visible_of(query, key.shape[2], visible, is_causal)
+    if isinstance(plan.payment, Budget) and (shortfall := plan.payment.shortfall(key.shape[2])):
+        warn(shortfall)
+    arguments = {
+        "plan": plan,
+        "allowed": allowed,
+        "scaling": query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        "bias": bias,
+        "dropout": dropout,
+    }
+    if return_weights:
+        return reference_attention(query, key, value, **arguments)
+    return attend(query, key, value, **arguments)
+
+
+def warn(message: str) -> None:
+    """Warn from the user's point of view. Not while compiling: a warning is no part of a graph."""
+    if not torch.compiler.is_compiling():
+        warnings.warn(message, FullPayWarning, stacklevel=3)
+
+
+def visible_of(
+    query: Tensor, n_keys: int, mask: Tensor | None, is_causal: bool | str
+) -> tuple[Visible, Tensor | None]:
+    """The allowed keys and the additive bias that `attention` is asked for; see there."""
+    batch, _, queries, _ = query.shape
+    if is_causal not in (False, True, "upper_left", "lower_right"):
+        raise wrong("is_causal", 'False, True, "upper_left" or "lower_right"', is_causal)
+    if is_causal is True and queries != n_keys:
+        raise wrong(
+            "is_causal", f"as many queries as keys when True ({queries} queries, {n_keys} keys)", True,
+            'Say where the queries stand: "lower_right" (decoding with a cache) or "upper_left" (torch\'s SDPA).',
+        )  # fmt: skip
+    offset = None if is_causal is False else n_keys - queries if is_causal == "lower_right" else 0
+    keys = dense = bias = None
+    if mask is not None:
+        if not isinstance(mask, Tensor):
+            raise wrong("visible", "a tensor or None", mask)
+        if mask.ndim == 2:
+            if mask.dtype != torch.bool or mask.shape != (batch, n_keys):
+                got = f"{mask.dtype} of shape {tuple(mask.shape)}"
+                raise ValueError(f"visible: expected key padding as bool of shape {(batch, n_keys)}, got {got}.")
+            keys = mask
+        else:
+            dense, bias = split_mask(mask, query, n_keys)
+            dense = dense.expand(dense.shape[0], dense.shape[1], queries, n_keys)
+    return Visible(queries, n_keys, query.device, keys=keys, dense=dense, offset=offset), bias

@@ -1,0 +1,167 @@
+"""Ordinary softmax attention on PyTorch's scaled_dot_product_attention, for any visible set.
+
+Dimensions: B batch, H query heads, G key/value heads (G divides H; head h uses group h // (H // G)), N queries, M keys,
+D width of query and key, Dv width of value, W window of a band, C queries of a chunk, P chunks.
+
+An N x M mask is built only where the visible set is dense, where a bias meets causality, and where causality meets
+unequal lengths (off the CPU and while exporting: padding too).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_fullpay.core.visible import Visible
+
+
+def host_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    visible: Visible,
+    scaling: float,
+    bias: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Softmax attention over the visible keys; a query that sees none gives zeros and passes no gradient.
+
+    Args:
+        query: (B, H, N, D), any strides.
+        key: (B, G, M, D).
+        value: (B, G, M, Dv).
+        visible: which keys each query sees.
+        scaling: factor on the dot products.
+        bias: float (B or 1, H or 1, N or 1, M) added to the scaled dot products, may require a gradient.
+        dropout: share of the weights dropped; above 0 PyTorch falls to its slow path.
+
+    Returns:
+        (B, H, N, Dv) in the dtype of `query`; on CPU a transposed view of (B, N, H, Dv) memory.
+    """
+    exporting = torch.compiler.is_exporting()  # an exported program must not depend on comparisons of lengths
+    if visible.dense is None and visible.offset is not None and visible.window is not None and not exporting:
+        if visible.window >= visible.n_queries + visible.offset:
+            visible = replace(visible, window=None)
+        elif visible.n_queries == 1 and bias is None:
+            visible, key, value = _last_window(visible, key, value)
+    if bias is None and visible.dense is None:
+        if visible.window is not None and visible.n_queries > 1:
+            return band_attention(query, key, value, visible=visible, scaling=scaling, dropout=dropout)
+        if visible.offset == 0 and visible.window is None:
+            if visible.keys is None:
+                return _sdpa(query, key, value, None, scaling, dropout, causal=True)
+            if query.device.type == "cpu" and dropout == 0.0 and not exporting:
+                return _causal_padded(query, key, value, visible, scaling)
+    mask, seen = visible.tile(0, visible.n_queries), None
+    if mask is not None and _may_be_blind(visible):
+        mask, seen = _open_blind_rows(mask)
+    if bias is not None:
+        mask = (bias if mask is None else torch.where(mask, bias, -torch.inf)).to(query.dtype)
+    out = _sdpa(query, key, value, mask, scaling, dropout)
+    return out if seen is None else torch.where(seen, out, 0.0)
+
+
+def band_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, visible: Visible, scaling: float, dropout: float = 0.0
+) -> Tensor:
+    """`host_attention` for a set with an offset and a window and no dense part; time and memory grow with N W.
+
+    Queries are cut into P chunks of C. A chunk sees its own C keys and the W - 1 before them, so all chunks make one
+    batch of P small attentions.
+    """
+    offset, window = visible.offset, visible.window
+    if offset is None or window is None or visible.dense is not None:
+        raise ValueError("visible: expected an offset and a window without a dense part.")
+    # Measured: shorter chunks waste fewer products on hidden pairs, longer ones fill the matrix units.
+    size = 32 if window <= 64 else 64 if window <= 256 else 256
+    before = -(-(window - 1) // size)
+    chunks = -(-visible.n_queries // size)
+    # Key slots are shifted so that query i stands at slot before * size + i.
+    front, back = before * size - offset, chunks * size + offset - visible.n_keys
+
+    def split(rows: Tensor) -> Tensor:
+        return rows.unflatten(2, (-1, size))
+
+    def batch(pieces: Tensor) -> Tensor:
+        return pieces.transpose(1, 2).flatten(0, 1)
+
+    def around(rows: Tensor) -> Tensor:
+        """(B, G, M, D) -> (B * P, G, (before + 1) * C, D). The gradient of `cat` is cheaper than that of `unfold`."""
+        pieces = split(F.pad(rows, (0, 0, front, back)))
+        return batch(torch.cat([pieces[:, :, shift : shift + chunks] for shift in range(before + 1)], 3))
+
+    keys = visible.keys
+    if keys is None:
+        keys = torch.ones(1, 1, dtype=torch.bool, device=key.device).expand(key.shape[0], visible.n_keys)
+    row = torch.arange(size, device=key.device)[:, None] + before * size
+    slot = torch.arange((before + 1) * size, device=key.device)
+    mask = around(keys[:, None, :, None]).transpose(2, 3) & (slot <= row) & (slot > row - window)
+    own = batch(split(F.pad(query, (0, 0, 0, chunks * size - visible.n_queries))))
+    out = _sdpa(own, around(key), around(value), _open_blind_rows(mask)[0], scaling, dropout)
+    out = out.unflatten(0, (-1, chunks)).transpose(1, 2).flatten(2, 3)[:, :, : visible.n_queries]
+    return torch.where(visible.counts() > 0, out, 0.0) if _may_be_blind(visible) else out
+
+
+def _sdpa(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, dropout: float, causal: bool = False
+) -> Tensor:
+    query, key, padded = _even(query, key, value)
+    grouped = query.shape[1] != key.shape[1]
+    out = F.scaled_dot_product_attention(
+        query, key, padded, mask, dropout, is_causal=causal, scale=scaling, enable_gqa=grouped
+    )
+    return out[..., : value.shape[-1]]
+
+
+def _causal_padded(query: Tensor, key: Tensor, value: Tensor, visible: Visible, scaling: float) -> Tensor:
+    """Causality and padding without an N x M mask: the CPU kernel takes `is_causal` and a (B, 1, 1, M) mask together.
+
+    The public function does not promise that, hence the operator itself. Hidden keys get a finite score so low that
+    their weight is exactly 0, and rows that see nothing stay finite until they are zeroed.
+    """
+    if visible.keys is None:
+        raise ValueError("visible: expected key padding.")
+    wide = torch.promote_types(query.dtype, torch.float32)
+    lowest = torch.finfo(wide).min / 2
+    mask = torch.zeros_like(visible.keys, dtype=wide).masked_fill(~visible.keys, lowest)[:, None, None, :]
+    query, key, padded = _even(query, key, value)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out = kernel(query, key, padded, 0.0, True, attn_mask=mask, scale=scaling)[0][..., : value.shape[-1]]
+    return torch.where(visible.counts() > 0, out, 0.0)
+
+
+def _even(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    """Zeros bring all to one width and the last stride to 1, without which PyTorch falls to its slow path."""
+    width = max(query.shape[-1], value.shape[-1])
+    wide = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
+    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in wide)
+
+
+def _last_window(visible: Visible, key: Tensor, value: Tensor) -> tuple[Visible, Tensor, Tensor]:
+    """Cuts out what a single query sees of a band."""
+    low, high = visible.columns(0, 1)
+    if visible.offset is None or low == high:
+        return visible, key, value
+    keys = None if visible.keys is None else visible.keys[:, low:high]
+    cut = replace(visible, n_keys=high - low, keys=keys, offset=visible.offset - low)
+    return cut, key[:, :, low:high], value[:, :, low:high]
+
+
+def _may_be_blind(visible: Visible) -> bool:
+    """Whether some query may see no key at all."""
+    if visible.keys is not None or visible.dense is not None:
+        return True
+    if visible.offset is None:
+        return False
+    beyond = visible.window is not None and visible.n_queries + visible.offset - visible.window >= visible.n_keys
+    return visible.offset < 0 or beyond
+
+
+def _open_blind_rows(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Lets rows that see nothing see everything, for softmax over nothing is NaN; also which rows did see something."""
+    seen = mask.any(-1, keepdim=True)
+    return mask | ~seen, seen

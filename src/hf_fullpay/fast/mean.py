@@ -1,0 +1,137 @@
+"""Mean of the visible values of every query, and the blend of attention with it. Linear in N unless the set is dense.
+
+Dimensions: B batch, H query heads, G key/value heads (G divides H; head h uses group h // (H // G)), N queries, M keys,
+Dv width of value, W window of a band.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_fullpay.core.visible import Visible
+
+_BLOCK = 16  # rows summed by one small matrix product; a power of two, so that 1 / _BLOCK is exact in every dtype
+
+
+def visible_mean(value: Tensor, visible: Visible) -> Tensor:
+    """Mean of `value` over the keys that each query sees, 0 where it sees none.
+
+    Args:
+        value: (B, G, M, Dv), any strides.
+        visible: which keys each query sees.
+
+    Returns:
+        (B, G, N or 1, Dv) in the dtype of `value`, one row where all queries see the same; (B, H, N, Dv) where a dense
+        part differs from head to head.
+    """
+    counts = visible.counts().clamp(min=1).to(_wide(value))
+    if visible.dense is None and visible.offset is not None and visible.n_queries > 1:
+        if visible.keys is not None:
+            value = torch.where(visible.keys[:, None, :, None], value, 0.0)
+        sums = _prefix_sums(value, visible) if _sees_prefix(visible) else _window_sums(value, visible)
+        return (sums * (_BLOCK / counts)).to(value.dtype)
+    # The largest power of two up to the count keeps half-precision sums in range and is exact in every dtype.
+    power = counts.log2().floor().exp2()
+    mask = visible.tile(0, visible.n_queries)
+    ones = value.new_ones(1, 1, 1, visible.n_keys) if mask is None else mask
+    weights = (ones / power).to(value.dtype)
+    if weights.shape[1] > 1:
+        weights, value = weights.unflatten(1, (value.shape[1], -1)), value[:, :, None]
+    sums = weights @ value
+    return ((sums.flatten(1, -3) if sums.dim() == 5 else sums) * (power / counts)).to(value.dtype)
+
+
+def blend(attended: Tensor, mean: Tensor, share: Tensor) -> Tensor:
+    """(1 - share) * attended + share * mean, computed in FP32 (FP64 for FP64).
+
+    Args:
+        attended: (B, H, N, Dv), any strides, which the result keeps.
+        mean: (B, G or H, N or 1, Dv).
+        share: broadcastable to (B, H, N, 1); where it is 0 the result equals `attended` bit for bit.
+
+    Returns:
+        (B, H, N, Dv) in the dtype of `attended`.
+    """
+    heads, groups = attended.shape[1], mean.shape[1]
+    if heads == groups:
+        return _Blend.apply(attended, mean, share)
+    share = share.expand(torch.broadcast_shapes(share.shape, (1, heads, 1, 1))).unflatten(1, (groups, -1))
+    return _Blend.apply(attended.unflatten(1, (groups, -1)), mean[:, :, None], share).flatten(1, 2)
+
+
+class _Blend(torch.autograd.Function):
+    """Plain autograd takes as long, but keeps FP32 copies of both inputs for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, attended: Tensor, mean: Tensor, share: Tensor) -> Tensor:
+        ctx.save_for_backward(attended, mean, share)
+        wide = _wide(attended)
+        return torch.lerp(attended.to(wide), mean.to(wide), share.to(wide)).to(attended.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        attended, mean, share = ctx.saved_tensors
+        wide = grad.to(_wide(grad))
+        to_mean = wide * share.to(wide.dtype)
+        to_share = None
+        if ctx.needs_input_grad[2]:
+            to_share = (wide * (mean - attended)).sum(-1, keepdim=True).sum_to_size(share.shape).to(share.dtype)
+        return (wide - to_mean).to(grad.dtype), to_mean.sum_to_size(mean.shape).to(grad.dtype), to_share
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _sees_prefix(visible: Visible) -> bool:
+    """No window, or one that never cuts (not asked while exporting: lengths may not be compared there)."""
+    if visible.window is None or visible.offset is None:
+        return True
+    return not torch.compiler.is_exporting() and visible.window >= visible.n_queries + visible.offset
+
+
+def _prefix_sums(value: Tensor, visible: Visible) -> Tensor:
+    """Sums over keys j <= i + offset, divided by _BLOCK."""
+    n, offset = visible.n_queries, visible.offset or 0
+    # Padded so that the last N running sums are those of the queries.
+    lead = max(-offset, 0)
+    rows = F.pad(value, (0, 0, lead, n + offset - visible.n_keys))
+    return _running_sums(rows, _BLOCK)[:, :, offset + lead :]
+
+
+def _window_sums(value: Tensor, visible: Visible) -> Tensor:
+    """Sums over keys i + offset - W < j <= i + offset, divided by _BLOCK.
+
+    A difference of two long running sums would lose digits and let hidden values in. Running sums that start anew every
+    W rows need no difference: a window is the end of one stretch and the beginning of the next.
+    """
+    n, offset, window = visible.n_queries, visible.offset or 0, visible.window or 1
+    stretches = -(-n // window) + 1
+    front = window - 1 - offset  # window i becomes rows i .. i + W - 1
+    rows = F.pad(value, (0, 0, front, stretches * window - front - visible.n_keys)).unflatten(2, (stretches, window))
+    block = min(window, _BLOCK)
+    ends = _running_sums(rows, block, backward=True).flatten(2, 3)[:, :, :n]
+    begins = _running_sums(F.pad(rows[..., :-1, :], (0, 0, 1, 0)), block).flatten(2, 3)[:, :, window : window + n]
+    return ends + begins
+
+
+def _running_sums(rows: Tensor, block: int, backward: bool = False) -> Tensor:
+    """Running sums along the last but one dimension, from its end if `backward`, divided by _BLOCK; FP32 or FP64.
+
+    Inside blocks by a product with a triangle, over the blocks by a cumulative sum.
+    """
+    size, wide = rows.shape[-2], _wide(rows)
+    blocks = F.pad(rows, (0, 0, 0, -size % block)).unflatten(-2, (-1, block))
+    triangle = rows.new_full((block, block), 1 / _BLOCK)
+    if backward:
+        inner = triangle.triu() @ blocks
+        carry = inner[..., 1:, 0, :].flip(-2).cumsum(-2, dtype=wide).flip(-2)
+        carry = F.pad(carry, (0, 0, 0, 1))
+    else:
+        inner = triangle.tril() @ blocks
+        carry = F.pad(inner[..., :-1, -1, :].cumsum(-2, dtype=wide), (0, 0, 1, 0))
+    return (inner + carry[..., None, :]).flatten(-3, -2)[..., :size, :]

@@ -1,0 +1,153 @@
+"""Tell every attention module of a model its plan, and refuse models that we cannot serve.
+
+Transformers accepts any registered name for any model, also for one whose attention never asks the registry: it would
+run its own attention in silence. So a model is looked through when it is built or given one of our names.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from functools import cache
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_fullpay.hf.forward import BINDING, CARRIER, Layer, plan_of
+from hf_fullpay.plan import PRESETS, AttentionPlan
+from hf_fullpay.reach import Band
+
+ADVICE = 'Load it with attn_implementation="sdpa" or "eager", or choose a model whose attention can be exchanged.'
+
+
+def bind(model: PreTrainedModel, *, again: bool = False) -> None:
+    """Give the attention modules of `model` their layer's plan. Parts with a config of their own bind themselves.
+
+    Args:
+        model: a built model whose config carries one of our names.
+        again: replace what modules were told before (after the name has changed).
+
+    Raises:
+        ValueError: naming the model, the reason and what to do, if the plan cannot be honoured.
+    """
+    name, label = model.config._attn_implementation, type(model).__name__
+    parts = _parts(model)
+    modules = [(path, module) for path, module in parts if routes(type(module))]
+    _refuse_foreign(label, parts, bool(modules), model)
+    unbound = [(path, module) for path, module in modules if again or not hasattr(module, BINDING)]
+    if not unbound:
+        return
+    plan = plan_of(model.config, name)
+    indices = _layer_indices([path for path, _ in unbound])
+    total = max(indices) + 1
+    plans, warned = plan.for_layers(total), set[int]()
+    for (_, module), index in zip(unbound, indices, strict=True):
+        _refuse_needs(label, module, plans[index])
+        setattr(module, BINDING, Layer(plans[index], index, total, label, warned))
+
+
+def refuse_class(model: PreTrainedModel, name: str) -> None:
+    """Refuse a class whose source never asks the registry, before its layers are built (they would fail obscurely)."""
+    source = _source_of_module(type(model).__module__)
+    if source and re.search(r"^class \w*Attention\w*\(", source, re.MULTILINE) and "get_interface(" not in source:
+        raise ValueError(
+            f"{type(model).__name__}: its attention does not go through Transformers' attention interface, so "
+            f"attn_implementation={name!r} would have no effect. {ADVICE}"
+        )
+
+
+@cache
+def routes(kind: type[nn.Module]) -> bool:
+    """Whether the forward of this class asks the registry for its attention function."""
+    try:
+        return "get_interface(" in inspect.getsource(kind.forward)
+    except (OSError, TypeError):
+        return False
+
+
+def unbind(model: nn.Module) -> None:
+    """Forget what modules were told; they are ordinary again."""
+    for module in model.modules():
+        module.__dict__.pop(BINDING, None)
+
+
+def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, Layer]]:
+    """Path, module and layer of every attention module that is bound."""
+    for path, module in model.named_modules():
+        if (layer := getattr(module, BINDING, None)) is not None:
+            yield path, module, layer
+
+
+def _parts(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+    """Modules under `model` that share its config: not those of sub-models, which have a name of their own."""
+    found: list[tuple[str, nn.Module]] = []
+    foreign: tuple[str, ...] = ()
+    for path, module in model.named_modules():
+        if path.startswith(foreign) and foreign:
+            continue
+        if isinstance(module, PreTrainedModel) and module.config is not model.config:
+            foreign += (path + ".",)
+            continue
+        found.append((path, module))
+    return found
+
+
+def _refuse_foreign(label: str, parts: list[tuple[str, nn.Module]], some: bool, model: PreTrainedModel) -> None:
+    """Refuse attention modules that do not route: they would quietly keep their own attention."""
+    routed = {path for path, module in parts if routes(type(module))}
+    for path, module in parts:
+        if "Attention" not in type(module).__name__ or path in routed:
+            continue
+        near = any(other.startswith(path + ".") or path.startswith(other + ".") for other in routed)
+        projections = sum(1 for child in module.children() if getattr(child, "weight", None) is not None)
+        if not near and projections >= 2:
+            raise ValueError(
+                f"{label}: {type(module).__name__} at {path!r} does not go through Transformers' attention interface, "
+                f"so attn_implementation={model.config._attn_implementation!r} would have no effect there. {ADVICE}"
+            )
+    if not some and not any(isinstance(module, PreTrainedModel) for module in list(model.modules())[1:]):
+        raise ValueError(
+            f"{label}: expected attention modules that go through Transformers' attention interface, found none, so "
+            f"attn_implementation={model.config._attn_implementation!r} would have no effect. {ADVICE}"
+        )
+
+
+def _refuse_needs(label: str, module: nn.Module, plan: AttentionPlan) -> None:
+    """Refuse what a module needs and we do not compute, or a plan that makes no sense for it."""
+    config = getattr(module, "config", None)
+    needs = {
+        "soft-capped scores": getattr(config, "attn_logit_softcapping", None) is not None,
+        "attention sinks": isinstance(getattr(module, "sinks", None), nn.Parameter),
+        "a shifted-window mask that says hidden by adding -100 to a learned bias": "Swin" in type(module).__name__,
+    }
+    for need, has in needs.items():
+        if has:
+            raise ValueError(f"{label}: {type(module).__name__} needs {need}, which hf-fullpay does not implement. {ADVICE}")
+    cross = getattr(module, "is_cross_attention", False) or "Cross" in type(module).__name__
+    if cross and isinstance(plan.reach, Band):
+        raise ValueError(
+            f"{label}: a band has no meaning in the cross-attention of {type(module).__name__}, whose queries and keys "
+            "are different sequences. Use a plan with reach=Full(), for example the preset 'fullpay' or 'bounded'."
+        )
+
+
+def _layer_indices(paths: list[str]) -> list[int]:
+    """Number of the layer of each path: its place among the paths cut after their last number (block 3 of 12)."""
+    blocks = [re.sub(r"^((?:.*\.)?\d+)(?:\..*)?$", r"\1", path) for path in paths]
+    order = {block: index for index, block in enumerate(dict.fromkeys(blocks))}
+    return [order[block] for block in blocks]
+
+
+@cache
+def _source_of_module(name: str) -> str:
+    try:
+        return inspect.getsource(sys.modules[name])
+    except (OSError, TypeError, KeyError):
+        return ""
+
+
+def is_ours(name: object) -> bool:
+    """Whether an attention implementation is one of our names."""
+    return isinstance(name, str) and (name in PRESETS or name == CARRIER)

@@ -1,0 +1,204 @@
+"""The attention function that Transformers calls under each of our names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_fullpay.attend import attend, warn
+from hf_fullpay.core.shapes import check_shapes, split_mask
+from hf_fullpay.core.visible import Visible
+from hf_fullpay.payment.mixture import Budget
+from hf_fullpay.plan import PRESETS, AttentionPlan
+from hf_fullpay.reference import reference_attention
+
+CARRIER = "fullpay_custom"  # the name of a checkpoint whose plan is no preset
+PLAN = "fullpay"  # where a config carries its plan
+BINDING = "fullpay_layer"
+STRENGTHS = "fullpay"
+_INPUT = "fullpay_input"
+
+
+@dataclass(eq=False)
+class Layer:
+    """What one attention module was told when its model was loaded.
+
+    Args:
+        plan: the plan of this layer (the ordinary attention where the policy leaves it alone).
+        index: number of the layer within its stack.
+        total: number of layers in the stack.
+        model: class name of the model, for messages.
+        warned: lengths that a shortfall was told for, shared by all layers of the model.
+    """
+
+    plan: AttentionPlan
+    index: int
+    total: int
+    model: str
+    warned: set[int] = field(default_factory=set)
+
+
+def make_forward(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The attention function for a registered name."""
+
+    def forward(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        is_causal: bool | None = None,
+        position_bias: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        layer = getattr(module, BINDING, None) or _unbound(module, name)
+        _refuse_options(layer, kwargs)
+        # Under autocast a rotary model hands queries and keys in FP32 beside values in BF16; the values, straight out of
+        # a linear layer, have the type that the output projection expects.
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        check_shapes(query, key, value)
+        allowed, bias = _allowed(module, query, key.shape[2], attention_mask, is_causal, kwargs)
+        if position_bias is not None:
+            bias = position_bias if bias is None else bias + position_bias
+        _warn_shortfall(layer, query.shape[2], key.shape[2])
+        arguments = {
+            "plan": layer.plan,
+            "allowed": allowed,
+            "scaling": query.shape[-1] ** -0.5 if scaling is None else scaling,
+            "bias": bias,
+            "strengths": _strengths(module),
+            "dropout": dropout,
+        }
+        # Sums, means and the tanh must stay in FP32; what may run in BF16 has that type already.
+        with torch.autocast(query.device.type, enabled=False):
+            if _wants_weights(kwargs):
+                output, weights = reference_attention(query, key, value, **arguments)
+                return output.transpose(1, 2).contiguous(), weights
+            return attend(query, key, value, **arguments).transpose(1, 2).contiguous(), None
+
+    forward.__name__ = forward.__qualname__ = name
+    return forward
+
+
+def _unbound(module: nn.Module, name: str) -> Layer:
+    """A module whose name was changed behind our back (a raw config assignment), or that stands alone."""
+    plan = plan_of(getattr(module, "config", None), name)
+    if plan.layers != "all":
+        raise ValueError(
+            f"{type(module).__name__}: expected a module that knows its layer, since the plan of {name!r} applies to "
+            f"layers {plan.layers!r} only. Load the model with attn_implementation={name!r}, or call "
+            f"model.set_attn_implementation({name!r})."
+        )
+    return Layer(plan, 0, 1, type(module).__name__)
+
+
+def plan_of(config: Any, name: str) -> AttentionPlan:
+    """The plan in the config, if it carries one, else the preset of the name.
+
+    Raises:
+        ValueError: for a plan that cannot be read, or CARRIER without one.
+    """
+    written = getattr(config, PLAN, None)
+    if written is None:
+        if name == CARRIER:
+            raise ValueError(
+                f"attn_implementation={CARRIER!r}: expected a plan in config.{PLAN}, got none. This name stands for the "
+                f"plan that a converted checkpoint carries; choose one of {sorted(PRESETS)}."
+            )
+        return PRESETS[name]
+    plan = AttentionPlan.from_dict(written)
+    if name != CARRIER and plan != PRESETS[name]:
+        warn(f"config.{PLAN} carries a plan of its own, which runs instead of the preset {name!r}: {plan.describe()}.")
+    return plan
+
+
+def _refuse_options(layer: Layer, options: dict[str, Any]) -> None:
+    """What a model may ask for and we do not compute; ignoring it would give wrong numbers."""
+    for option, meaning in (("softcap", "soft-capped scores"), ("s_aux", "attention sinks")):
+        if options.get(option) is not None:
+            raise ValueError(
+                f"{layer.model}: expected an attention without {meaning}, got {option}. hf-fullpay does not implement "
+                'it; load this model with attn_implementation="eager".'
+            )
+
+
+def _allowed(
+    module: nn.Module, query: Tensor, n_keys: int, mask: Tensor | None, is_causal: bool | None, options: dict[str, Any]
+) -> tuple[Visible, Tensor | None]:
+    """The keys that the model allows, and the bias it adds, from whatever mask arrived; see `masks`."""
+    batch, _, queries, _ = query.shape
+    keys = dense = bias = offset = None
+    if mask is None:
+        if queries > 1 and _is_causal(module, is_causal):
+            offset = 0  # torch's convention, also with an empty static cache: query i sees keys j <= i
+    elif mask.ndim == 0:
+        offset = 0
+    elif mask.ndim in (2, 3):
+        keys = mask if mask.ndim == 2 else mask[:, 0]
+        offset = None if mask.ndim == 2 else 0
+        if keys.dtype != torch.bool or keys.shape[1] != n_keys or keys.shape[0] not in (1, batch):
+            got = f"{keys.dtype} of shape {tuple(mask.shape)}"
+            raise ValueError(f"attention_mask: expected bool of shape {(batch, n_keys)}, got {got}.")
+    else:
+        # A static cache is longer than what a caller's own mask may cover.
+        mask = mask[..., :n_keys]
+        dense, bias = split_mask(mask, query, n_keys)
+    if (starts := options.get("cu_seq_lens_q")) is not None and queries == n_keys:
+        segment = torch.bucketize(torch.arange(queries, device=query.device), starts.to(query.device)[1:], right=True)
+        same = (segment[:, None] == segment[None, :])[None, None]
+        dense = same if dense is None else dense & same
+    if dense is not None:
+        dense = dense.expand(dense.shape[0], dense.shape[1], queries, n_keys)
+    return Visible(queries, n_keys, query.device, keys=keys, dense=dense, offset=offset), bias
+
+
+def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
+    """The call decides, then the module. Our mask function never leaves causality to this; some models pass no mask."""
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", None)
+    if is_causal is None:
+        warn(
+            f"{type(module).__name__} says neither by argument nor by attribute whether it is causal, and came without "
+            "a mask: every query sees every key."
+        )
+    return bool(is_causal)
+
+
+def _strengths(module: nn.Module) -> dict[str, Tensor] | None:
+    """Learned numbers, read by calling their module, so that offloading, FSDP and PEFT hooks see it."""
+    strengths = getattr(module, STRENGTHS, None)
+    if strengths is None:
+        return None
+    return strengths(module.__dict__.pop(_INPUT, None))
+
+
+def remember_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of an attention module with a gate: keeps its input until the attention function reads it."""
+    module.__dict__[_INPUT] = args[0] if args else kwargs["hidden_states"]
+
+
+def _warn_shortfall(layer: Layer, queries: int, n_keys: int) -> None:
+    """Once per model and length. A step of generation continues a prompt that was told already."""
+    payment = layer.plan.payment
+    if torch.compiler.is_compiling() or not isinstance(payment, Budget) or queries == 1 < n_keys:
+        return
+    if n_keys in layer.warned:
+        return
+    layer.warned.add(n_keys)
+    if shortfall := payment.shortfall(n_keys):
+        warn(f"{layer.model}: {shortfall}")
+
+
+def _wants_weights(options: dict[str, Any]) -> bool:
+    """Whether the caller records attention weights. GPT-2 and others swallow the argument, so the collector is asked."""
+    if options.get("output_attentions"):
+        return True
+    from transformers.utils.output_capturing import _active_collector
+
+    return "attentions" in (_active_collector.get() or {})

@@ -1,0 +1,60 @@
+"""The mask function of our attention names: as compact as the case allows.
+
+Transformers asks it for a mask once per forward and hands the answer to every layer untouched. The number of
+dimensions says what it is, so that a layer never has to guess whether it is causal:
+
+    None          every query sees every key
+    0-D  True     causal, nothing padded, as many queries as keys
+    2-D  (B, M)   key padding, no causality
+    3-D  (B, 1, M)  causal with key padding, as many queries as keys
+    4-D  (B, 1, N, M)  anything else, or a user's own mask
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, prepare_padding_mask, sdpa_mask
+
+
+def compact_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> Tensor | None:
+    """Mask for one forward, in the form that the module describes. The parameters are those of Transformers."""
+    padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    if padding is not None:
+        padding = padding[:, kv_offset : kv_offset + kv_length]
+        if _hides_nothing(padding):
+            padding = None
+    plain = local_size is None or kv_length < local_size
+    if mask_function is bidirectional_mask_function and allow_is_bidirectional_skip and plain:
+        return padding
+    if mask_function is causal_mask_function and allow_is_causal_skip and plain and isinstance(q_offset, int):
+        if q_length == kv_length and q_offset == kv_offset:
+            return torch.ones((), dtype=torch.bool, device=device) if padding is None else padding[:, None]
+        if q_length == 1 and q_offset == kv_offset + kv_length - 1:
+            return padding  # the newest token sees everything that exists
+    return sdpa_mask(
+        batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+        mask_function=mask_function, attention_mask=attention_mask, local_size=local_size,
+        allow_is_causal_skip=False, allow_is_bidirectional_skip=False, device=device, **kwargs,
+    )  # fmt: skip
+
+
+def _hides_nothing(padding: Tensor) -> bool:
+    """True for an all-ones mask. While tracing the values are unknown, and reading them would break the graph."""
+    return not torch.compiler.is_compiling() and not torch.jit.is_tracing() and bool(padding.all())

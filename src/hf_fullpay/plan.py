@@ -1,0 +1,219 @@
+"""The plan: for every layer a reach, scores and a payment; and the one table of presets.
+
+A name such as "fullpay" is an entry of PRESETS. Registration, tests, benchmarks, the command line and the README's
+table iterate over that table, so a new preset is one line there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from hf_fullpay.core.errors import check_flag, wrong
+from hf_fullpay.core.numbers import from_json, to_json
+from hf_fullpay.payment import Clamp, Mixture, Payment, Softmax
+from hf_fullpay.reach import Band, Full, Reach
+from hf_fullpay.scores import Bounded, DynamicScale, Plain, Scores
+
+VERSION = 1
+VANILLA = "vanilla"
+ALL = "all"
+Layers = str | tuple[int, ...] | Mapping[str, str]
+
+_KINDS: dict[str, dict[str, Any]] = {
+    "reach": {kind.kind: kind for kind in (Full, Band)},
+    "scores": {kind.kind: kind for kind in (Plain, Bounded, DynamicScale)},
+    "payment": {kind.kind: kind for kind in (Softmax, Mixture, Clamp)},
+}
+_LAYERS = '"all", "all_but_last", "from:L", a list of layer numbers, or a table such as {"0-5": "vanilla", "6-": "all"}'
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """How the layers of a model pay attention.
+
+    Args:
+        reach: which keys a query sees: Full or Band.
+        scores: how logits are made: Plain, Bounded or DynamicScale.
+        payment: how weights are made from logits: Softmax, Mixture or Clamp.
+        gate: a learned output gate per head (needs `convert`).
+        layers: where the plan applies; the other layers stay ordinary ("vanilla"). "all", "all_but_last", "from:6",
+            [6, 7, 8] or {"0-5": "vanilla", "6-": "all"}. Layers are counted from 0 within each stack.
+
+    Raises:
+        ValueError: for a bad value, naming the option, what is allowed and what came.
+    """
+
+    reach: Reach = field(default_factory=Full)
+    scores: Scores = field(default_factory=Plain)
+    payment: Payment = field(default_factory=Softmax)
+    gate: bool = False
+    layers: Layers = ALL
+
+    def __post_init__(self) -> None:
+        for option, kinds in _KINDS.items():
+            value = getattr(self, option)
+            if type(value) not in kinds.values():
+                raise wrong(
+                    f"AttentionPlan({option}=...)", " or ".join(f"{kind.__name__}(...)" for kind in kinds.values()), value
+                )
+        check_flag("AttentionPlan(gate=...)", self.gate)
+        object.__setattr__(self, "layers", _check_layers(self.layers))
+
+    def __hash__(self) -> int:
+        return hash((self.reach, self.scores, self.payment, self.gate, str(self.layers)))
+
+    @property
+    def is_vanilla(self) -> bool:
+        """Nothing differs from ordinary attention, in any layer."""
+        return (self.reach, self.scores, self.payment, self.gate) == (Full(), Plain(), Softmax(), False)
+
+    @property
+    def is_learnable(self) -> bool:
+        """Whether `convert` makes parameters for this plan."""
+        return self.gate or any(getattr(part, "learnable", False) for part in (self.scores, self.payment))
+
+    def for_layers(self, total: int) -> list[AttentionPlan]:
+        """The plan of each of `total` layers: this one, or the ordinary attention.
+
+        Raises:
+            ValueError: if the policy names a layer that the model does not have, or leaves one out.
+        """
+        chosen = _chosen(self.layers, total)
+        return [self if layer in chosen else ORDINARY for layer in range(total)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form; `from_dict` is its exact inverse."""
+        parts = {
+            option: {"kind": getattr(self, option).kind}
+            | {f.name: to_json(getattr(getattr(self, option), f.name)) for f in dataclasses.fields(getattr(self, option))}
+            for option in _KINDS
+        }
+        layers = dict(self.layers) if isinstance(self.layers, Mapping) else to_json(self.layers)
+        return {"version": VERSION, **parts, "gate": self.gate, "layers": layers}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> AttentionPlan:
+        """Plan from its JSON form.
+
+        Raises:
+            ValueError: for anything that `to_dict` of this version would not write.
+        """
+        if not isinstance(data, Mapping):
+            raise wrong("attention plan", "a dict as AttentionPlan.to_dict() writes it", data)
+        version = data.get("version", VERSION)
+        if not isinstance(version, int) or version > VERSION:
+            raise wrong(
+                "attention plan version", f"at most {VERSION}", version,
+                "It was written by a newer hf-fullpay: pip install --upgrade hf-fullpay.",
+            )  # fmt: skip
+        known = {"version", "gate", "layers", *_KINDS}
+        if unknown := set(data) - known:
+            raise wrong("attention plan", f"the keys {sorted(known)}", sorted(unknown))
+        parts = {option: _part(option, data[option]) for option in _KINDS if option in data}
+        rest = {key: from_json(data[key]) for key in ("gate", "layers") if key in data}
+        return cls(**parts, **rest)
+
+    def describe(self) -> str:
+        """One line for tables."""
+        words = [_words(part) for part in (self.reach, self.scores, self.payment) if part not in (Full(), Plain(), Softmax())]
+        words += ["gate"] if self.gate else []
+        words += [] if self.layers == ALL else [f"layers {self.layers}"]
+        return ", ".join(words) or "ordinary attention"
+
+
+def _words(part: Any) -> str:
+    shown = [
+        f"{f.name}={getattr(part, f.name)!r}"
+        for f in dataclasses.fields(part)
+        if f.name in ("size", "floor", "budget", "bound", "centre", "temperature", "max_scale") or getattr(part, f.name) != f.default
+    ]
+    return f"{type(part).__name__}({', '.join(shown)})"
+
+
+def _part(option: str, data: Any) -> Any:
+    kinds = _KINDS[option]
+    if not isinstance(data, Mapping) or data.get("kind") not in kinds:
+        raise wrong(f"attention plan {option}", f"a dict whose kind is one of {sorted(kinds)}", data)
+    kind = kinds[data["kind"]]
+    names = {f.name for f in dataclasses.fields(kind)}
+    if unknown := set(data) - names - {"kind"}:
+        raise wrong(f"attention plan {option} {data['kind']}", f"the options {sorted(names)}", sorted(unknown))
+    return kind(**{key: from_json(value) for key, value in data.items() if key != "kind"})
+
+
+def _check_layers(layers: Any) -> Layers:
+    if isinstance(layers, str):
+        if layers in (ALL, "all_but_last") or re.fullmatch(r"from:\d+", layers):
+            return layers
+    elif isinstance(layers, Mapping):
+        if layers and all(
+            isinstance(key, str) and re.fullmatch(r"\d+(-\d*)?", key) and value in (VANILLA, ALL)
+            for key, value in layers.items()
+        ):
+            return MappingProxyType(dict(layers)) if not isinstance(layers, MappingProxyType) else layers
+    elif isinstance(layers, Sequence):
+        numbers = tuple(layers)
+        if all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers) and len(set(numbers)) == len(numbers):
+            return numbers
+    raise wrong("AttentionPlan(layers=...)", _LAYERS, layers)
+
+
+def _chosen(layers: Layers, total: int) -> set[int]:
+    if layers == ALL:
+        return set(range(total))
+    if layers == "all_but_last":
+        return set(range(total - 1))
+    if isinstance(layers, str):
+        first = int(layers.removeprefix("from:"))
+        if first >= total:
+            raise wrong("AttentionPlan(layers=...)", f"a first layer below {total}, the number of layers", layers)
+        return set(range(first, total))
+    if isinstance(layers, Mapping):
+        policy: dict[int, str] = {}
+        for key, value in layers.items():
+            first, dash, last = key.partition("-")
+            stop = int(last) + 1 if last else total if dash else int(first) + 1
+            span = range(int(first), stop)
+            if not span or stop > total or policy.keys() & set(span):
+                raise wrong("AttentionPlan(layers=...)", f"ranges within 0-{total - 1} that do not overlap", dict(layers))
+            policy |= dict.fromkeys(span, value)
+        if len(policy) < total:
+            raise wrong("AttentionPlan(layers=...)", f"a choice for each of the {total} layers", dict(layers))
+        return {layer for layer, value in policy.items() if value == ALL}
+    if beyond := [layer for layer in layers if layer >= total]:
+        raise wrong("AttentionPlan(layers=...)", f"layer numbers from 0 to {total - 1}", beyond)
+    return set(layers)
+
+
+ORDINARY = AttentionPlan()
+
+_presets: dict[str, AttentionPlan] = {
+    "fullpay": AttentionPlan(payment=Mixture(floor=0.01, budget=0.05)),
+    "fullpay_clamp": AttentionPlan(payment=Clamp(floor=0.01, budget=0.05)),
+    "fullpay_band": AttentionPlan(reach=Band(128), payment=Mixture(floor=0.01, budget=0.05, pay="visible")),
+    "bounded": AttentionPlan(scores=Bounded(bound=2.0, centre="mean", temperature="auto")),
+    "bounded_fullpay": AttentionPlan(
+        scores=Bounded(bound=2.0, centre="mean", temperature="auto"), payment=Mixture(floor=0.01, budget=0.05)
+    ),
+    "dynamic_scale": AttentionPlan(scores=DynamicScale(max_scale=2.0)),
+    "band_causal": AttentionPlan(reach=Band(128)),
+}
+PRESETS: Mapping[str, AttentionPlan] = MappingProxyType(_presets)
+
+
+def resolve(plan: AttentionPlan | str) -> AttentionPlan:
+    """A plan, or the preset of that name.
+
+    Raises:
+        ValueError: for an unknown name, listing the known ones.
+    """
+    if isinstance(plan, AttentionPlan):
+        return plan
+    if isinstance(plan, str) and plan in PRESETS:
+        return PRESETS[plan]
+    raise wrong("plan", f"an AttentionPlan or one of the presets {sorted(PRESETS)}", plan)

@@ -1,0 +1,33 @@
+"""Band reach: a query sees itself and the size - 1 positions before it, and nothing after it.
+
+    visible(i, j)  iff  i - size < j <= i
+
+size counts the token itself: key i - size + 1 is visible, key i - size is not. Distances are counted in slots of the
+sequence, so padding on either side and a cache change nothing.
+
+Promise: the output of a query, and its gradient, depend on no key outside the band: by construction, since those keys
+are never multiplied with. Cost: N x size scores.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from hf_fullpay.core.errors import check_count
+from hf_fullpay.core.visible import Visible
+
+
+@dataclass(frozen=True)
+class Band:
+    """Sliding causal window of `size` tokens, the token itself included."""
+
+    size: int = 128
+    kind: ClassVar[str] = "band"
+
+    def __post_init__(self) -> None:
+        check_count("Band(size=...)", self.size)
+
+    def restrict(self, allowed: Visible) -> Visible:
+        """Keys within reach, out of those that the mask allows."""
+        return allowed.within(self.size)

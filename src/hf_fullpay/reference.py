@@ -1,0 +1,76 @@
+"""The reference: the composition of reach, scores and payment, dense and plain, exactly as the definitions say.
+
+It is differentiable, runs in FP64 where the inputs are FP64 (FP32 otherwise), returns the weights, and is the oracle of
+all tests. Fast paths never import it; a user meets it when asking for attention weights.
+Dimensions: B batch, H query heads, G key/value heads, N queries, M keys, D and Dv widths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from hf_fullpay.core.numbers import accumulate, to_heads
+from hf_fullpay.core.shapes import repeat_groups
+from hf_fullpay.core.visible import Visible
+from hf_fullpay.payment import Clamp, Mixture
+from hf_fullpay.payment.clamp import clamp_weights, floor_of
+from hf_fullpay.payment.gate import gated
+from hf_fullpay.payment.mixture import mixture_weights
+from hf_fullpay.payment.softmax import softmax_weights
+from hf_fullpay.plan import AttentionPlan
+from hf_fullpay.scores import Bounded, DynamicScale
+from hf_fullpay.scores.bounded import bounded_scores
+from hf_fullpay.scores.dynamic_scale import dynamic_gain
+
+
+def reference_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    plan: AttentionPlan,
+    allowed: Visible,
+    scaling: float,
+    bias: Tensor | None = None,
+    strengths: Mapping[str, Tensor] | None = None,
+    dropout: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Output (B, H, N, Dv) and weights (B, H, N, M), both in the type of query; arguments as in `attend`."""
+    dtype, kind = query.dtype, accumulate(query.dtype)
+    query, key, value = query.to(kind), repeat_groups(key, query.shape[1]).to(kind), repeat_groups(value, query.shape[1]).to(kind)
+    strengths = strengths or {}
+    paid, visible = allowed.to_dense(), plan.reach.restrict(allowed).to_dense()
+
+    scores = query @ key.mT * scaling
+    if bias is not None:
+        scores = scores + bias.to(kind)
+    if isinstance(plan.scores, DynamicScale):
+        alpha = to_heads("alpha", strengths.get("alpha", plan.scores.start()), query)
+        scores = scores * dynamic_gain(alpha, plan.scores.max_scale)
+    elif isinstance(plan.scores, Bounded):
+        bound = to_heads("bound", strengths.get("bound", plan.scores.limit), query)
+        options = {name: getattr(plan.scores, name) for name in ("centre", "temperature", "slope")}
+        scores = bounded_scores(scores, visible, bound=bound, **options)
+
+    weights = softmax_weights(scores, visible)
+    # Dropout acts on what the softmax pays, never on the floor.
+    drop = torch.nn.Dropout(dropout)
+    if isinstance(plan.payment, Mixture):
+        budget = to_heads("budget", strengths.get("budget", plan.payment.budget), query)
+        if plan.payment.pay == "reach":
+            paid = visible
+        weights = mixture_weights(drop(weights), paid, floor=plan.payment.floor, budget=budget)
+    elif isinstance(plan.payment, Clamp):
+        budget = to_heads("budget", strengths.get("budget", plan.payment.budget), query)
+        least = floor_of(plan.payment.floor, budget, visible.sum(-1, keepdim=True).to(kind))
+        floor = visible * least
+        weights = floor + drop(clamp_weights(weights, visible, least) - floor)
+    else:
+        weights = drop(weights)
+    output = weights @ value
+    if plan.gate:
+        output = gated(output, strengths["gate"])
+    return output.to(dtype), weights.to(dtype)
