@@ -118,6 +118,28 @@ class AttentionPlan:
         rest = {key: from_json(data[key]) for key in ("gate", "layers") if key in data}
         return cls(**parts, **rest)
 
+    def promises(self, n: int) -> list[str]:
+        """What holds for every row of n visible keys, whatever the inputs, as sentences with numbers."""
+        found = []
+        if isinstance(self.payment, Mixture | Clamp):
+            if getattr(self.payment, "signed", False):
+                found.append("no floor: a signed mixture may sharpen")
+            elif self.payment.learnable:
+                found.append("every visible key gets min(floor, budget_h / n), budget_h as learned")
+            else:
+                least = self.payment.least(n)
+                found.append(f"every visible key gets a weight of at least {least:.3g} ({least * n:.3g} of uniform)")
+        if isinstance(self.scores, Bounded) and self.scores.bound is not None:
+            low, high = self.scores.certificate(n)
+            found.append(f"the softmax gives every key in reach at least {low:.3g} and none more than {high:.3g}")
+        if isinstance(self.scores, DynamicScale):
+            found.append(f"scores are multiplied by a gain between 0 and {self.scores.max_scale:g}; their order is kept")
+        if isinstance(self.reach, Band):
+            paid_outside = isinstance(self.payment, Mixture) and self.payment.pay == "visible"
+            outside = "only the floor comes from outside" if paid_outside else "nothing comes from outside, in values and gradients"
+            found.append(f"the softmax sees a token and the {self.reach.size - 1} before it; {outside}")
+        return found
+
     def describe(self) -> str:
         """One line for tables."""
         words = [_words(part) for part in (self.reach, self.scores, self.payment) if part not in (Full(), Plain(), Softmax())]
@@ -204,6 +226,26 @@ _presets: dict[str, AttentionPlan] = {
     "band_causal": AttentionPlan(reach=Band(128)),
 }
 PRESETS: Mapping[str, AttentionPlan] = MappingProxyType(_presets)
+
+
+def with_options(plan: AttentionPlan, options: Mapping[str, Any]) -> AttentionPlan:
+    """A plan with some options changed: those of the plan itself (gate, layers) or of whichever part has them.
+
+    Raises:
+        ValueError: for an option that no part of this plan has, listing those that there are.
+    """
+    known = {f.name: option for option in _KINDS for f in dataclasses.fields(getattr(plan, option))}
+    known |= {"gate": "", "layers": ""}
+    changed: dict[str, Any] = {}
+    for name, value in options.items():
+        if name not in known:
+            raise wrong("plan option", f"one of {sorted(known)} for {plan.describe()}", name)
+        part = known[name]
+        if part:
+            changed[part] = dataclasses.replace(changed.get(part, getattr(plan, part)), **{name: value})
+        else:
+            changed[name] = value
+    return dataclasses.replace(plan, **changed)
 
 
 def resolve(plan: AttentionPlan | str) -> AttentionPlan:

@@ -55,7 +55,8 @@ def host_attention(
             if visible.keys is None:
                 return _sdpa(query, key, value, None, scaling, dropout, causal=True)
             if query.device.type == "cpu" and dropout == 0.0 and not exporting:
-                return _causal_padded(query, key, value, visible, scaling)
+                out = _causal_padded(query, key, value, visible.keys, scaling)
+                return torch.where(visible.counts() > 0, out, 0.0)
     mask, seen = visible.tile(0, visible.n_queries), None
     if mask is not None and _may_be_blind(visible):
         mask, seen = _open_blind_rows(mask)
@@ -117,21 +118,18 @@ def _sdpa(
     return out[..., : value.shape[-1]]
 
 
-def _causal_padded(query: Tensor, key: Tensor, value: Tensor, visible: Visible, scaling: float) -> Tensor:
+def _causal_padded(query: Tensor, key: Tensor, value: Tensor, keys: Tensor, scaling: float) -> Tensor:
     """Causality and padding without an N x M mask: the CPU kernel takes `is_causal` and a (B, 1, 1, M) mask together.
 
     The public function does not promise that, hence the operator itself. Hidden keys get a finite score so low that
-    their weight is exactly 0, and rows that see nothing stay finite until they are zeroed.
+    their weight is exactly 0; rows that see nothing come out finite, for the caller to zero.
     """
-    if visible.keys is None:
-        raise ValueError("visible: expected key padding.")
     wide = torch.promote_types(query.dtype, torch.float32)
     lowest = torch.finfo(wide).min / 2
-    mask = torch.zeros_like(visible.keys, dtype=wide).masked_fill(~visible.keys, lowest)[:, None, None, :]
+    mask = torch.zeros_like(keys, dtype=wide).masked_fill(~keys, lowest)[:, None, None, :]
     query, key, padded = _even(query, key, value)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out = kernel(query, key, padded, 0.0, True, attn_mask=mask, scale=scaling)[0][..., : value.shape[-1]]
-    return torch.where(visible.counts() > 0, out, 0.0)
+    return kernel(query, key, padded, 0.0, True, attn_mask=mask, scale=scaling)[0][..., : value.shape[-1]]
 
 
 def _even(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
@@ -157,8 +155,9 @@ def _may_be_blind(visible: Visible) -> bool:
         return True
     if visible.offset is None:
         return False
-    beyond = visible.window is not None and visible.n_queries + visible.offset - visible.window >= visible.n_keys
-    return visible.offset < 0 or beyond
+    if visible.offset < 0 or visible.window is None:
+        return visible.offset < 0
+    return visible.n_queries + visible.offset - visible.window >= visible.n_keys
 
 
 def _open_blind_rows(mask: Tensor) -> tuple[Tensor, Tensor]:

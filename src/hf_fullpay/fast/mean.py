@@ -42,7 +42,9 @@ def visible_mean(value: Tensor, visible: Visible) -> Tensor:
     if weights.shape[1] > 1:
         weights, value = weights.unflatten(1, (value.shape[1], -1)), value[:, :, None]
     sums = weights @ value
-    return ((sums.flatten(1, -3) if sums.dim() == 5 else sums) * (power / counts)).to(value.dtype)
+    if sums.dim() == 5:
+        sums = sums.flatten(1, 2)
+    return (sums * (power / counts)).to(value.dtype)
 
 
 def blend(attended: Tensor, mean: Tensor, share: Tensor) -> Tensor:
@@ -79,7 +81,7 @@ class _Blend(torch.autograd.Function):
         to_mean = wide * share.to(wide.dtype)
         to_share = None
         if ctx.needs_input_grad[2]:
-            to_share = (wide * (mean - attended)).sum(-1, keepdim=True).sum_to_size(share.shape).to(share.dtype)
+            to_share = (wide * (mean.to(wide.dtype) - attended)).sum(-1, keepdim=True).sum_to_size(share.shape).to(share.dtype)
         return (wide - to_mean).to(grad.dtype), to_mean.sum_to_size(mean.shape).to(grad.dtype), to_share
 
 

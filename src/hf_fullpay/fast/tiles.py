@@ -18,6 +18,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,12 +30,28 @@ TILE_ELEMENTS = 1 << 18  # scores in one tile: 1 MiB in fp32, about a core's sec
 MIN_ROWS = 32  # with fewer rows the matrix products are slow, however many keys there are
 SIGMOID_AMPLITUDE = 8.0  # largest amplitude at which tanh may be taken from a sigmoid, see _Pass.__post_init__
 
-_INPUTS = (
-    "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? centre, Tensor? width, Tensor? amplitude, "
-    "Tensor? floor, Tensor? seed, Tensor? keys, Tensor? dense, SymInt? offset, SymInt? window, float scaling, "
-    "float dropout, bool median, bool rescale"
-)
-_DIFFERENTIABLE = ("query", "key", "value", "bias", "centre", "width", "amplitude", "floor")
+_INPUTS = {  # of the operators, with their types; the first eight are differentiable, three of them rows (B, H, N, 1)
+    "query": "Tensor",
+    "key": "Tensor",
+    "value": "Tensor",
+    "bias": "Tensor?",
+    "centre": "Tensor?",
+    "width": "Tensor?",
+    "amplitude": "Tensor?",
+    "floor": "Tensor?",
+    "seed": "Tensor?",
+    "keys": "Tensor?",
+    "dense": "Tensor?",
+    "offset": "SymInt?",
+    "window": "SymInt?",
+    "scaling": "float",
+    "dropout": "float",
+    "median": "bool",
+    "rescale": "bool",
+}
+_DIFFERENTIABLE = tuple(_INPUTS)[:8]
+_ROWS = _DIFFERENTIABLE[4:]
+_TENSORS = 11  # how many inputs are tensors
 
 
 def tiled_attention(
@@ -151,18 +168,14 @@ class _Tile:
 
 
 class _Pass:
-    """One forward or backward pass; takes the operators' arguments."""
+    """One forward or backward pass."""
 
-    def __init__(
-        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, centre: Tensor | None,
-        width: Tensor | None, amplitude: Tensor | None, floor: Tensor | None, seed: Tensor | None,
-        keys: Tensor | None, dense: Tensor | None, offset: int | None, window: int | None, scaling: float,
-        dropout: float, median: bool, rescale: bool, needs: Sequence[bool] = (False,) * len(_DIFFERENTIABLE),
-    ) -> None:  # fmt: skip
-        self.query, self.key, self.value, self.bias, self.centre = query, key, value, bias, centre
-        self.width, self.amplitude, self.floor = width, amplitude, floor
-        self.visible = Visible(query.shape[2], key.shape[2], query.device, keys, dense, offset, window)
-        self.scaling, self.dropout, self.median, self.rescale = scaling, dropout, median, rescale
+    def __init__(self, inputs: Sequence[Any], needs: Sequence[bool] = (False,) * len(_DIFFERENTIABLE)) -> None:
+        self.inputs = dict(zip(_INPUTS, inputs, strict=True))
+        self.query, self.key, self.value, self.bias, self.centre, width, amplitude, self.floor, seed, *rest = inputs
+        keys, dense, offset, window, self.scaling, self.dropout, self.median, self.rescale = rest
+        query, self.width, self.amplitude = self.query, width, amplitude
+        self.visible = Visible(query.shape[2], self.key.shape[2], query.device, keys, dense, offset, window)
         self.needs = dict(zip(_DIFFERENTIABLE, needs, strict=True))
         self.backwards = any(needs)
         self.work = torch.promote_types(query.dtype, torch.float32)
@@ -289,73 +302,251 @@ class _Pass:
             weights.masked_fill_(tile.blind, 0.0)
         return y, squashed, weights
 
+    def product(self, left: Tensor, right: Tensor) -> Tensor:
+        """Batched matrix product, widened."""
+        product = torch.bmm(left, right)
+        if product.dtype == torch.float16:
+            product.clamp_(-65504.0, 65504.0)  # an infinity at a hidden pair would become NaN when multiplied by zero
+        return product.to(self.work)
+
+    def add_product(self, total: Tensor, left: Tensor, right: Tensor) -> None:
+        """Add a batched matrix product to `total`."""
+        if total.dtype == left.dtype:
+            total.baddbmm_(left, right)
+        else:
+            total.add_(torch.bmm(left, right))
+
     def draw(self, like: Tensor) -> Tensor | None:
-        """Factors of the dropout: 0, or 1 / (1 - dropout)."""
+        """Factors of the dropout, 0 or 1 / (1 - dropout); None without dropout."""
         if self.generator is None:
             return None
         keep = 1.0 - self.dropout
         return torch.empty_like(like).bernoulli_(keep, generator=self.generator).div_(keep)
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Output, medians in units of y, and the factors a of the clamp; the latter two empty where not used."""
-        out, found, solved = _outputs(self.query, self.value, self.median, self.floor, torch.zeros)
+        """Output, medians in units of y, and the clamp's factors a; the latter two empty where not used."""
+        out, found, solved = _outputs(self.query, self.value, self.median, self.floor)
         for block in self.blocks():
             for tile in self.tiles(block):
-                paid = self.weights(tile, found)[2]
+                weights = self.weights(tile, found)[2]
                 if self.floor is None:
-                    factors = self.draw(paid)
-                    paid = paid if factors is None else paid.mul_(factors)
+                    factors = self.draw(weights)
+                    paid = weights if factors is None else weights.mul_(factors)
                 else:
                     floor = tile.part(self.floor)
-                    solved[tile.at] = scale = _solve(paid, floor, tile.seen)
-                    above, _ = _above(paid, floor, scale)
+                    solved[tile.at], above = _solve(weights, floor, tile.seen)
                     paid = _pay(above, floor, self.draw(above), tile)
-                product = torch.bmm(tile.value, tile.stack(paid.to(out.dtype)).transpose(1, 2))
-                out[tile.at] = tile.unstack(product.transpose(1, 2))
+                rows = torch.bmm(tile.value, tile.stack(paid.to(out.dtype)).transpose(1, 2))
+                out[tile.at] = tile.unstack(rows.transpose(1, 2))
         return out, found, solved
 
-    def backward(self, grad: Tensor, found: Tensor, solved: Tensor) -> list[Tensor]:
+    def backward(self, d_out: Tensor, found: Tensor, solved: Tensor) -> list[Tensor]:
         """Gradients of the differentiable inputs; empty ones where not needed."""
-        grads = self.gradients()
+        grads = {name: self.zeros(name) for name in _DIFFERENTIABLE}
         for block in self.blocks():
-            d_key, d_value = (torch.zeros(x.shape, dtype=self.work, device=x.device) for x in (block.key, block.value))
+            totals = {"key": torch.zeros_like(block.key, dtype=self.work)}
+            totals["value"] = torch.zeros_like(block.value, dtype=self.work)
             for tile in self.tiles(block):
-                self.backward_tile(tile, grad, found, solved, grads, d_key, d_value)
-            for name, total in (("key", d_key), ("value", d_value)):
+                d_y, slope = self.score_gradient(tile, d_out, found, solved, grads, totals["value"])
+                self.spread(tile, d_y, slope, grads, totals["key"])
+            for name, total in totals.items():
                 if self.needs[name]:
-                    target = grads[name][block.batch, block.groups]
-                    target.copy_(total.transpose(1, 2).view(target.shape))
-        return grads
+                    part = grads[name][block.batch, block.groups]
+                    part.copy_(total.transpose(1, 2).view(part.shape))
+        for name in _ROWS:
+            if self.needs[name]:
+                grads[name] = grads[name].sum_to_size(self.inputs[name].shape)
+        if self.needs["bias"]:
+            grads["bias"] = grads["bias"].to(self.inputs["bias"].dtype)
+        return list(grads.values())
 
-    def gradients(self) -> dict[str, Tensor]:
-        """Zeros for every differentiable input, those of row tensors still in full length."""
-        return {
-            name: torch.zeros(*self.query.shape[:3], 1, dtype=self.work, device=self.query.device)
-            if needed and name in _ROWS
-            else torch.zeros_like(getattr(self, name), dtype=self.work if name == "bias" else None)
-            if needed
-            else self.query.new_empty(0)
-            for name, needed in self.needs.items()
-        }
+    def zeros(self, name: str) -> Tensor:
+        """Where a gradient is gathered: row tensors in full length."""
+        if not self.needs[name]:
+            return self.query.new_empty(0)
+        if name in _ROWS:
+            return self.query.new_zeros((*self.query.shape[:3], 1), dtype=self.work)
+        return torch.zeros_like(self.inputs[name], dtype=self.work if name == "bias" else None)
 
-    def backward_tile(
-        self, tile: _Tile, grad: Tensor, saved: tuple[Tensor, Tensor], grads: dict[str, Tensor], totals: dict[str, Tensor]
-    ) -> None:
-        """Add one tile's part to the gradients; those of keys and values to `totals`, (pairs, D or Dv, M)."""
-        found, solved = saved
+    def score_gradient(
+        self, tile: _Tile, d_out: Tensor, found: Tensor, solved: Tensor, grads: dict[str, Tensor], d_value: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Gradient of the tile's scores as a pair (d, slope) of factors; the gradients of values and rows on the way."""
         y, squashed, weights = self.weights(tile, found)
-        d_out = tile.stack(grad[tile.at])
-        d_paid = torch.bmm(d_out, tile.value).view(tile.shape).to(self.work)
+        d_rows = tile.stack(d_out[tile.at])
+        d_paid = self.product(d_rows, tile.value).view(tile.shape)
+        factors = self.draw(weights)
         if self.floor is None:
-            factors = self.draw(weights)
             paid = weights if factors is None else weights * factors
             d_paid = d_paid if factors is None else d_paid.mul_(factors)
             d_z = torch._softmax_backward_data(d_paid, weights, -1, self.work)
         else:
-            floor, scale = tile.part(self.floor), solved[tile.at]
-            above, kept = _above(weights, floor, scale)
-            factors = self.draw(above)
+            floor = tile.part(self.floor)
+            above, kept = _above(weights, floor, solved[tile.at])
             paid = _pay(above, floor, factors, tile)
+            d_above = d_paid if factors is None else d_paid * factors
             clamped = tile.seen - kept
             rest = 1.0 - floor * clamped
+            mean = torch.where(rest > 0, (d_above * above).sum(-1, keepdim=True) / rest, 0.0)
+            if self.needs["floor"]:
+                d_kept = (d_above * (above > 0)).sum(-1, keepdim=True)
+                for columns, limit in tile.limits:
+                    d_paid[..., columns].masked_fill_(limit < 0, 0.0)
+                grads["floor"][tile.at] = d_paid.sum(-1, keepdim=True) - d_kept - clamped * mean
+            d_z = d_above.sub_(mean).mul_(above)
+        if self.needs["value"]:
+            rows = tile.stack(paid.to(d_out.dtype))
+            self.add_product(d_value[..., tile.columns], d_rows.transpose(1, 2), rows)
 
+        rate, gain = tile.part(self.rate), tile.part(self.gain)
+        if self.rescale:
+            d_y = self.rescale_gradient(tile, y, d_z, grads)
+        elif self.amplitude is not None:
+            d_y = (torch.ops.aten.tanh_backward if self.stretch == 1.0 else torch.ops.aten.sigmoid_backward)(d_z, squashed)
+            if self.straight is not None:
+                d_y = torch.where(tile.part(self.straight), d_z, d_y)
+            if self.needs["width"]:
+                grads["width"][tile.at] = (d_y * y).sum(-1, keepdim=True) * (-gain / tile.part(self.width))
+            if self.needs["amplitude"]:
+                d_amplitude = (d_z * squashed).sum(-1, keepdim=True) * self.stretch
+                if self.straight is not None:
+                    d_amplitude.masked_fill_(tile.part(self.straight), 0.0)
+                grads["amplitude"][tile.at] = d_amplitude
+        else:
+            d_y = d_z
+        if self.median:
+            chosen = tile.hide(y.abs(), math.inf).argmin(-1, keepdim=True)
+            d_y.scatter_add_(-1, chosen, -d_y.sum(-1, keepdim=True))
+        return d_y, rate * gain
+
+    def rescale_gradient(self, tile: _Tile, y: Tensor, d_z: Tensor, grads: dict[str, Tensor]) -> Tensor:
+        """Gradient of the scores through z = min(1, width / max |y|) * y."""
+        width = tile.part(self.inputs["width"])
+        peak, place = tile.hide(y.abs(), 0.0).max(-1, keepdim=True)
+        peak.clamp_(min=torch.finfo(self.work).tiny)
+        shrink = (width / peak).clamp(max=1.0)
+        pull = (d_z * y).sum(-1, keepdim=True).mul_(width < peak) / peak
+        if self.needs["width"]:
+            grads["width"][tile.at] = pull
+        return (d_z * shrink).scatter_add_(-1, place, -pull * shrink * y.gather(-1, place).sign())
+
+    def spread(self, tile: _Tile, d_y: Tensor, slope: Tensor, grads: dict[str, Tensor], d_key: Tensor) -> None:
+        """From the gradient slope * d_y of a tile's scores to those of centre, bias, queries and keys."""
+        if self.needs["centre"]:
+            grads["centre"][tile.at] = -slope * d_y.sum(-1, keepdim=True)
+        if self.needs["bias"]:
+            part = tile.part(grads["bias"])
+            part.add_((d_y * slope).sum_to_size(part.shape))
+        query = self.query[tile.at]
+        rows, factor = tile.stack(d_y.to(query.dtype)), self.scaling * slope
+        if self.needs["query"]:
+            product = torch.bmm(tile.key, rows.transpose(1, 2))
+            grads["query"][tile.at] = tile.unstack(product.transpose(1, 2)) * factor
+        if self.needs["key"]:
+            scaled = tile.stack((query * factor).to(query.dtype))
+            self.add_product(d_key[..., tile.columns], scaled.transpose(1, 2), rows)
+
+
+def _lower_median(y: Tensor, tile: _Tile) -> Tensor:
+    """Lower median of every row's visible scores, 0 in rows without any."""
+    # Hidden scores become +inf. Rows then differ in the rank of their median: in front of the shorter rows as many
+    # -inf are put as make up for it, so that one order statistic serves all rows.
+    rank = (tile.seen.clamp(min=1.0) - 1.0).div(2.0, rounding_mode="floor")
+    last = int(rank.max())
+    low = last - rank
+    y = tile.hide(y.clone(), math.inf)
+    most = int(low.max())
+    if most:
+        front = torch.where(torch.arange(most, device=y.device) < low, -math.inf, math.inf).to(y.dtype)
+        y = torch.cat([front.expand(*y.shape[:3], most), y], -1)
+    if y.device.type == "cpu" and y.dtype == torch.float32:
+        median = torch.from_numpy(np.partition(y.numpy(), last, axis=-1)[..., last, None])
+    else:
+        median = y.kthvalue(last + 1, -1, keepdim=True).values
+    return median if tile.blind is None else median.masked_fill(tile.blind, 0.0)
+
+
+def _above(weights: Tensor, floor: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Scaled weights where they exceed the floor, else 0; and their number in each row."""
+    above = torch.gt(weights, floor / scale, out=torch.empty_like(weights))
+    kept = above.sum(-1, keepdim=True)
+    return above.mul_(weights).mul_(scale), kept
+
+
+def _solve(weights: Tensor, floor: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+    """The factor a with sum_j max(a * weights_j, floor) = 1, and what _above gives for it."""
+    # Starting from a = 1, the set of clamped weights only grows, and a only falls. Rows whose floor is 1 / seen, up to
+    # rounding, are clamped throughout.
+    full = floor * seen >= 1.0 - 8.0 * torch.finfo(weights.dtype).eps
+    scale = torch.where(full, 0.0, torch.ones_like(weights[..., :1]))
+    above, kept = _above(weights, floor, scale)
+    while True:
+        total = above.sum(-1, keepdim=True)
+        rest = (1.0 - floor * (seen - kept)).clamp(min=0.0)
+        scale = torch.where(total > 0, torch.minimum(scale, scale * rest / total), 0.0)
+        before = kept
+        above, kept = _above(weights, floor, scale)
+        if torch.equal(before, kept):
+            return scale, above
+
+
+def _pay(above: Tensor, floor: Tensor, factors: Tensor | None, tile: _Tile) -> Tensor:
+    """Payments of the clamp; dropout acts on what exceeds the floor."""
+    paid = torch.maximum(above, floor)
+    if factors is not None:
+        paid.sub_(floor).mul_(factors).add_(floor)
+    return tile.hide(paid, 0.0)
+
+
+def _outputs(query: Tensor, value: Tensor, median: bool, floor: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Zeros for the results of the forward operator. The output lies as (B, N, H, Dv), as that of SDPA."""
+    batch, heads, queries, _ = query.shape
+    work = torch.promote_types(query.dtype, torch.float32)
+    out = query.new_zeros(batch, queries, heads, value.shape[-1]).transpose(1, 2)
+    rows = (batch, heads, queries, 1)
+    return out, query.new_zeros(rows if median else 0, dtype=work), query.new_zeros(rows if floor is not None else 0, dtype=work)
+
+
+def _forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _Pass(inputs).forward()
+
+
+def _backward(d_out: Tensor, found: Tensor, solved: Tensor, needs: list[bool], *inputs: Any) -> list[Tensor]:
+    return _Pass(inputs, needs).backward(d_out, found, solved)
+
+
+def _fake_forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    named = dict(zip(_INPUTS, inputs, strict=True))
+    return _outputs(named["query"], named["value"], named["median"], named["floor"])
+
+
+def _fake_backward(d_out: Tensor, found: Tensor, solved: Tensor, needs: list[bool], *inputs: Any) -> list[Tensor]:
+    return [torch.empty_like(x) if need else d_out.new_empty(0) for x, need in zip(inputs, needs, strict=False)]
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:_TENSORS], *output[1:])
+    ctx.rest = inputs[_TENSORS:]
+
+
+def _gradient(ctx: Any, d_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    *tensors, found, solved = ctx.saved_tensors
+    needs = list(ctx.needs_input_grad[: len(_DIFFERENTIABLE)])
+    grads = torch.ops.hf_fullpay.tiles_backward(d_out, found, solved, needs, *tensors, *ctx.rest)
+    padding = [None] * (len(_INPUTS) - len(needs))
+    return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), *padding
+
+
+_SCHEMA = ", ".join(f"{kind} {name}" for name, kind in _INPUTS.items())
+_tiles_forward = torch.library.custom_op(
+    "hf_fullpay::tiles_forward", _forward, mutates_args=(), schema=f"({_SCHEMA}) -> (Tensor, Tensor, Tensor)"
+)
+_tiles_forward.register_fake(_fake_forward)
+_tiles_forward.register_autograd(_gradient, setup_context=_setup)
+_tiles_backward = torch.library.custom_op(
+    "hf_fullpay::tiles_backward",
+    _backward,
+    mutates_args=(),
+    schema=f"(Tensor d_out, Tensor found, Tensor solved, bool[] needs, {_SCHEMA}) -> Tensor[]",
+)
+_tiles_backward.register_fake(_fake_backward)

@@ -88,8 +88,8 @@ def _rebuild(model: PreTrainedModel, kind: type[Any], name: str, extra: dict[str
     built.name_or_path = model.name_or_path
     if getattr(model, "generation_config", None) is not None:
         built.generation_config = model.generation_config
-    if getattr(model, "is_gradient_checkpointing", False):
-        built.gradient_checkpointing_enable()
+    if model.is_activation_checkpointing:
+        built.activation_checkpointing_enable()
     return built
 
 

@@ -1,0 +1,167 @@
+"""The command line: hf-fullpay list | convert | inspect | demo."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hf_fullpay.plan import PRESETS, AttentionPlan, with_options
+
+LENGTHS = (128, 512, 2048)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command; 0 when it worked, 2 with one sentence on the error output when the input was wrong."""
+    options = _parser().parse_args(arguments)
+    try:
+        return options.run(options)
+    except (ValueError, OSError, ImportError) as error:
+        print(f"hf-fullpay {options.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="hf-fullpay", description="Attention by name for Hugging Face Transformers.")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    listing = commands.add_parser("list", help="the preset table")
+    listing.add_argument("--json", action="store_true", help="as JSON, with every option")
+    listing.set_defaults(run=_list)
+
+    convert = commands.add_parser("convert", help="write a converted checkpoint")
+    convert.add_argument("source", metavar="SRC", help="Hub id or folder of a BERT, ViT, GPT-2 or Llama checkpoint")
+    convert.add_argument("target", metavar="DST", help="folder to write; must not hold anything yet")
+    convert.add_argument("--attention", metavar="NAME", choices=sorted(PRESETS), default="fullpay", help="preset (fullpay)")
+    convert.add_argument("--plan", metavar="FILE", type=Path, help="a plan as JSON instead of a preset")
+    convert.add_argument("--task", metavar="TASK", help="head to load, such as sequence-classification or causal-lm")
+    _add_options(convert)
+    convert.set_defaults(run=_convert)
+
+    inspect = commands.add_parser("inspect", help="which layers run what, promises, learned numbers")
+    inspect.add_argument("model", metavar="MODEL", help="Hub id or folder")
+    inspect.add_argument("--attention", metavar="NAME", choices=sorted(PRESETS), help="look at it under this preset")
+    inspect.set_defaults(run=_inspect)
+
+    demo = commands.add_parser("demo", help="fine-tune a real encoder on long reviews, with proof (about 4 minutes)")
+    demo.add_argument("--out", metavar="DIR", type=Path, default=Path("runs/demo"), help="where results go (runs/demo)")
+    demo.add_argument("--model", metavar="PATH", help="Hub id or folder of another BERT encoder")
+    demo.add_argument("--steps", type=int, help="training steps (for a quick look)")
+    demo.set_defaults(run=_demo)
+    return parser
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    """One flag per option of any preset, so that a new preset brings its flags along."""
+    names: dict[str, list[str]] = {}
+    for preset, plan in PRESETS.items():
+        for part in (plan.reach, plan.scores, plan.payment):
+            for field in dataclasses.fields(part):
+                names.setdefault(field.name, []).append(preset)
+    group = parser.add_argument_group("options of the presets")
+    for name, presets in names.items():
+        group.add_argument(f"--{name.replace('_', '-')}", dest=f"option_{name}", metavar="VALUE", type=_value, help=", ".join(presets))
+    group.add_argument("--gate", dest="option_gate", nargs="?", const=True, type=_value, help="learned output gate")
+    group.add_argument("--layers", dest="option_layers", type=_value, help='"all", "all_but_last", "from:6", "[6, 7]"')
+
+
+def _value(text: str) -> Any:
+    """A number, a list, true, false or null as JSON; anything else is a word. "0.1,0.2" is a list too."""
+    for candidate in (text, f"[{text}]" if "," in text else text):
+        try:
+            return json.loads(candidate)
+        except json.JSONDecodeError:
+            continue
+    return text
+
+
+def _list(options: argparse.Namespace) -> int:
+    if options.json:
+        print(json.dumps({name: plan.to_dict() for name, plan in PRESETS.items()}, indent=2))
+        return 0
+    width = max(map(len, PRESETS))
+    print(f"{'name':<{width}}  what it does")
+    for name, plan in PRESETS.items():
+        print(f"{name:<{width}}  {plan.describe()}")
+        for promise in plan.promises(512):
+            print(f"{'':<{width}}    over 512 keys: {promise}")
+    return 0
+
+
+def _convert(options: argparse.Namespace) -> int:
+    plan = _plan(options)
+    target = Path(options.target)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"DST: expected a folder that holds nothing yet, got {target}.")
+    import transformers
+
+    from hf_fullpay.hf.cards import render_card
+    from hf_fullpay.hf.convert import convert
+
+    source: Any = options.source
+    if options.task:
+        words = {"lm": "LM"}
+        auto = "AutoModelFor" + "".join(words.get(word, word.capitalize()) for word in options.task.split("-"))
+        if not hasattr(transformers, auto):
+            raise ValueError(f"--task: expected a task such as sequence-classification or causal-lm, got {options.task!r}.")
+        source = getattr(transformers, auto).from_pretrained(options.source)
+    model = convert(source, plan)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Written beside the target and renamed: a failure in the middle leaves nothing half done.
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as scratch:
+        folder = Path(scratch) / "checkpoint"
+        model.save_pretrained(folder)
+        saved = _save_preprocessors(options.source, folder)
+        render_card(model, base_model=options.source).save(folder / "README.md")
+        if target.exists():
+            target.rmdir()
+        shutil.move(folder, target)
+    print(f"{target}: {type(model).__name__}, {plan.describe()}; with {', '.join(saved) or 'no tokenizer found'} and a card")
+    return 0
+
+
+def _plan(options: argparse.Namespace) -> AttentionPlan:
+    changes = {
+        name.removeprefix("option_"): value
+        for name, value in vars(options).items()
+        if name.startswith("option_") and value is not None
+    }
+    if options.plan is None:
+        return with_options(PRESETS[options.attention], changes)
+    try:
+        written = json.loads(options.plan.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--plan: expected JSON in {options.plan}, got {error}.") from error
+    return with_options(AttentionPlan.from_dict(written), changes)
+
+
+def _save_preprocessors(source: str, folder: Path) -> list[str]:
+    """Tokenizer and image processor, where the source has them."""
+    from transformers import AutoImageProcessor, AutoTokenizer
+
+    saved = []
+    for word, loader in (("tokenizer", AutoTokenizer), ("image processor", AutoImageProcessor)):
+        try:
+            loader.from_pretrained(source).save_pretrained(folder)
+            saved.append(word)
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # the source has none
+    return saved
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from hf_fullpay.hf.inspect import inspect_model
+
+    print(inspect_model(options.model, options.attention))
+    return 0
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from hf_fullpay.demo import run
+
+    return run(out=options.out, model=options.model, steps=options.steps)
