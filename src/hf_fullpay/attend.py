@@ -87,7 +87,10 @@ def attend(
         paid = allowed if plan.payment.pay == "visible" else visible
         budget = to_heads("budget", strengths.get("budget", plan.payment.budget), query)
         counts = paid.counts().to(accumulate(query.dtype))
-        output = blend(output, visible_mean(value, paid), share(plan.payment.floor, budget, counts))
+        t = share(plan.payment.floor, budget, counts)
+        if paid is not visible:
+            t = t * (visible.counts() > 0)  # a query whose reach is empty gives zeros
+        output = blend(output, visible_mean(value, paid), t)
     if plan.gate:
         output = gated(output, strengths["gate"])
     return output

@@ -60,8 +60,8 @@ def reference_attention(
     drop = torch.nn.Dropout(dropout)
     if isinstance(plan.payment, Mixture):
         budget = to_heads("budget", strengths.get("budget", plan.payment.budget), query)
-        if plan.payment.pay == "reach":
-            paid = visible
+        # A query whose reach is empty gives zeros, even where the mask allows keys outside its reach.
+        paid = visible if plan.payment.pay == "reach" else paid & visible.any(-1, keepdim=True)
         weights = mixture_weights(drop(weights), paid, floor=plan.payment.floor, budget=budget)
     elif isinstance(plan.payment, Clamp):
         budget = to_heads("budget", strengths.get("budget", plan.payment.budget), query)

@@ -85,7 +85,7 @@ def band_attention(
     front, back = before * size - offset, chunks * size + offset - visible.n_keys
 
     def split(rows: Tensor) -> Tensor:
-        return rows.unflatten(2, (-1, size))
+        return rows.unflatten(2, (rows.shape[2] // size, size))
 
     def batch(pieces: Tensor) -> Tensor:
         return pieces.transpose(1, 2).flatten(0, 1)
@@ -103,7 +103,7 @@ def band_attention(
     mask = around(keys[:, None, :, None]).transpose(2, 3) & (slot <= row) & (slot > row - window)
     own = batch(split(F.pad(query, (0, 0, 0, chunks * size - visible.n_queries))))
     out = _sdpa(own, around(key), around(value), _open_blind_rows(mask)[0], scaling, dropout)
-    out = out.unflatten(0, (-1, chunks)).transpose(1, 2).flatten(2, 3)[:, :, : visible.n_queries]
+    out = out.unflatten(0, (query.shape[0], chunks)).transpose(1, 2).flatten(2, 3)[:, :, : visible.n_queries]
     return torch.where(visible.counts() > 0, out, 0.0) if _may_be_blind(visible) else out
 
 
@@ -111,7 +111,7 @@ def _sdpa(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, dropout: float, causal: bool = False
 ) -> Tensor:
     query, key, padded = _even(query, key, value)
-    grouped = query.shape[1] != key.shape[1]
+    grouped = bool(query.shape[1] != key.shape[1])  # compiled, the comparison is symbolic
     out = F.scaled_dot_product_attention(
         query, key, padded, mask, dropout, is_causal=causal, scale=scaling, enable_gqa=grouped
     )

@@ -28,17 +28,18 @@ def visible_mean(value: Tensor, visible: Visible) -> Tensor:
         (B, G, N or 1, Dv) in the dtype of `value`, one row where all queries see the same; (B, H, N, Dv) where a dense
         part differs from head to head.
     """
-    counts = visible.counts().clamp(min=1).to(_wide(value))
     if visible.dense is None and visible.offset is not None and visible.n_queries > 1:
         if visible.keys is not None:
             value = torch.where(visible.keys[:, None, :, None], value, 0.0)
         sums = _prefix_sums(value, visible) if _sees_prefix(visible) else _window_sums(value, visible)
-        return (sums * (_BLOCK / counts)).to(value.dtype)
+        return (sums * (_BLOCK / visible.counts().clamp(min=1).to(sums.dtype))).to(value.dtype)
+    mask = visible.tile(0, visible.n_queries)
+    if mask is None:
+        mask = torch.ones(1, 1, 1, visible.n_keys, dtype=torch.bool, device=value.device)
+    counts = mask.sum(-1, keepdim=True, dtype=_wide(value)).clamp(min=1)
     # The largest power of two up to the count keeps half-precision sums in range and is exact in every dtype.
     power = counts.log2().floor().exp2()
-    mask = visible.tile(0, visible.n_queries)
-    ones = value.new_ones(1, 1, 1, visible.n_keys) if mask is None else mask
-    weights = (ones / power).to(value.dtype)
+    weights = (mask / power).to(value.dtype)
     if weights.shape[1] > 1:
         weights, value = weights.unflatten(1, (value.shape[1], -1)), value[:, :, None]
     sums = weights @ value
@@ -127,7 +128,8 @@ def _running_sums(rows: Tensor, block: int, backward: bool = False) -> Tensor:
     Inside blocks by a product with a triangle, over the blocks by a cumulative sum.
     """
     size, wide = rows.shape[-2], _wide(rows)
-    blocks = F.pad(rows, (0, 0, 0, -size % block)).unflatten(-2, (-1, block))
+    count = -(-size // block)
+    blocks = F.pad(rows, (0, 0, 0, count * block - size)).unflatten(-2, (count, block))
     triangle = rows.new_full((block, block), 1 / _BLOCK)
     if backward:
         inner = triangle.triu() @ blocks

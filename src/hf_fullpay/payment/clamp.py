@@ -29,7 +29,7 @@ class Clamp(Budget):
 
 def floor_of(floor: float | None, budget: Tensor | float, counts: Tensor) -> Tensor:
     """f_i, broadcasting against (B, H, N, 1); arguments as in `mixture.share`."""
-    given = torch.as_tensor(budget, device=counts.device) / counts.clamp_min(1)
+    given = budget / counts.clamp_min(1)
     return given if floor is None else torch.minimum(given, torch.full_like(given, floor))
 
 

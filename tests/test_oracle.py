@@ -1,0 +1,57 @@
+"""The reference and the fast paths against numbers computed independently, outputs, weights and all gradients."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from hf_fullpay import AttentionPlan, Bounded, Clamp, DynamicScale, Mixture, Plain, Softmax
+from hf_fullpay.attend import attend
+from hf_fullpay.core.visible import Visible
+from hf_fullpay.reference import reference_attention
+
+FILES = sorted((Path(__file__).parent / "oracle").glob("*.safetensors"))
+
+
+def load(path):
+    with safe_open(path, "pt") as file:
+        return json.loads(file.metadata()["plan"]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def plan_of(written):
+    scores, payment = Plain(), Softmax()
+    if written.get("scores") == "bounded":
+        scores = Bounded(**{name: written[name] for name in ("bound", "centre", "temperature")})
+    elif written.get("scores") == "dynamic_scale":
+        scores = DynamicScale(max_scale=written["max_scale"], alpha=written["alpha"])
+    if kind := {"mixture": Mixture, "clamp": Clamp}.get(written.get("payment")):
+        payment = kind(floor=written["floor"], budget=written["budget"])
+    return AttentionPlan(scores=scores, payment=payment)
+
+
+def test_all_files_are_there():
+    assert len(FILES) == 81
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("run", [reference_attention, attend], ids=["reference", "fast"])
+def test_agrees_to_1e_10(path, run):
+    written, tensors = load(path)
+    names = [name for name in ("query", "key", "value", "budget", "alpha") if name in tensors]
+    leaves = {name: tensors[name].requires_grad_() for name in names}
+    query, key = leaves["query"], leaves["key"]
+    result = run(
+        query, key, leaves["value"], plan=plan_of(written), scaling=query.shape[-1] ** -0.5,
+        allowed=Visible(query.shape[2], key.shape[2], query.device, dense=tensors["visible"]),
+        strengths={name: leaves[name] for name in ("budget", "alpha") if name in leaves},
+    )  # fmt: skip
+    output = result
+    if run is reference_attention:
+        output, weights = result
+        torch.testing.assert_close(weights, tensors["weights"], rtol=0, atol=1e-10)
+    torch.testing.assert_close(output, tensors["output"], rtol=0, atol=1e-10)
+    (output * tensors["probe"]).sum().backward()
+    for name, leaf in leaves.items():
+        torch.testing.assert_close(leaf.grad, tensors[f"grad_{name}"], rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
