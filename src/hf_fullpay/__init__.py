@@ -6,6 +6,8 @@
 Importing registers every preset of `PRESETS` with Transformers.
 """
 
+from importlib.metadata import version
+
 from hf_fullpay.attend import attention
 from hf_fullpay.core.warning import FullPayWarning
 from hf_fullpay.hf.convert import convert, revert
@@ -36,6 +38,8 @@ __all__ = [
     *CONFIGS,
     *MODELS,
 ]
+
+__version__ = version("hf-fullpay")
 
 register_presets()
 register_models()

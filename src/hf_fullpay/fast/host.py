@@ -80,20 +80,23 @@ def band_attention(
     # Measured: shorter chunks waste fewer products on hidden pairs, longer ones fill the matrix units.
     size = 32 if window <= 64 else 64 if window <= 256 else 256
     before = -(-(window - 1) // size)
-    chunks = -(-visible.n_queries // size)
+    exporting = torch.compiler.is_exporting()
+    # Exported, one chunk would be a case of its own: never fewer than two.
+    chunks = visible.n_queries // size + 2 if exporting else -(-visible.n_queries // size)
     # Key slots are shifted so that query i stands at slot before * size + i.
     front, back = before * size - offset, chunks * size + offset - visible.n_keys
 
-    def split(rows: Tensor) -> Tensor:
-        return rows.unflatten(2, (rows.shape[2] // size, size))
-
-    def batch(pieces: Tensor) -> Tensor:
-        return pieces.transpose(1, 2).flatten(0, 1)
+    def windows(rows: Tensor, pieces: int) -> Tensor:
+        """(B, G, (pieces + P - 1) * C, D) -> (B * P, G, pieces * C, D), the window moving by C."""
+        if exporting:  # views of symbolic sizes would put conditions on the length
+            cut = rows.unfold(2, pieces * size, size).transpose(3, 4)
+        else:  # a cheaper gradient
+            rows = rows.unflatten(2, (-1, size))
+            cut = torch.cat([rows[:, :, first : first + chunks] for first in range(pieces)], 3) if pieces > 1 else rows
+        return cut.transpose(1, 2).flatten(0, 1)
 
     def around(rows: Tensor) -> Tensor:
-        """(B, G, M, D) -> (B * P, G, (before + 1) * C, D). The gradient of `cat` is cheaper than that of `unfold`."""
-        pieces = split(F.pad(rows, (0, 0, front, back)))
-        return batch(torch.cat([pieces[:, :, shift : shift + chunks] for shift in range(before + 1)], 3))
+        return windows(F.pad(rows, (0, 0, front, back)), before + 1)
 
     keys = visible.keys
     if keys is None:
@@ -101,9 +104,14 @@ def band_attention(
     row = torch.arange(size, device=key.device)[:, None] + before * size
     slot = torch.arange((before + 1) * size, device=key.device)
     mask = around(keys[:, None, :, None]).transpose(2, 3) & (slot <= row) & (slot > row - window)
-    own = batch(split(F.pad(query, (0, 0, 0, chunks * size - visible.n_queries))))
+    own = windows(F.pad(query, (0, 0, 0, chunks * size - visible.n_queries)), 1)
     out = _sdpa(own, around(key), around(value), _open_blind_rows(mask)[0], scaling, dropout)
-    out = out.unflatten(0, (query.shape[0], chunks)).transpose(1, 2).flatten(2, 3)[:, :, : visible.n_queries]
+    out = out.unflatten(0, (query.shape[0], chunks))
+    if exporting:
+        place = torch.arange(visible.n_queries, device=out.device)
+        out = out[:, place // size, :, place % size].permute(1, 2, 0, 3)
+    else:
+        out = out.transpose(1, 2).flatten(2, 3)[:, :, : visible.n_queries]
     return torch.where(visible.counts() > 0, out, 0.0) if _may_be_blind(visible) else out
 
 
@@ -111,10 +119,8 @@ def _sdpa(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, dropout: float, causal: bool = False
 ) -> Tensor:
     query, key, padded = _even(query, key, value)
-    grouped = bool(query.shape[1] != key.shape[1])  # compiled, the comparison is symbolic
-    out = F.scaled_dot_product_attention(
-        query, key, padded, mask, dropout, is_causal=causal, scale=scaling, enable_gqa=grouped
-    )
+    grouped = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
+    out = F.scaled_dot_product_attention(query, key, padded, mask, dropout, causal, scale=scaling, **grouped)
     return out[..., : value.shape[-1]]
 
 

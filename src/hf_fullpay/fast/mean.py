@@ -113,8 +113,11 @@ def _window_sums(value: Tensor, visible: Visible) -> Tensor:
     W rows need no difference: a window is the end of one stretch and the beginning of the next.
     """
     n, offset, window = visible.n_queries, visible.offset or 0, visible.window or 1
-    stretches = -(-n // window) + 1
     front = window - 1 - offset  # window i becomes rows i .. i + W - 1
+    if torch.compiler.is_exporting():
+        rows = F.pad(value, (0, 0, front, n + offset - visible.n_keys))
+        return rows.unfold(2, window, 1).sum(-1, dtype=_wide(value)) / _BLOCK
+    stretches = -(-n // window) + 1
     rows = F.pad(value, (0, 0, front, stretches * window - front - visible.n_keys)).unflatten(2, (stretches, window))
     block = min(window, _BLOCK)
     ends = _running_sums(rows, block, backward=True).flatten(2, 3)[:, :, :n]
@@ -128,6 +131,8 @@ def _running_sums(rows: Tensor, block: int, backward: bool = False) -> Tensor:
     Inside blocks by a product with a triangle, over the blocks by a cumulative sum.
     """
     size, wide = rows.shape[-2], _wide(rows)
+    if torch.compiler.is_exporting():
+        return rows.cumsum(-2, dtype=wide) / _BLOCK
     count = -(-size // block)
     blocks = F.pad(rows, (0, 0, 0, count * block - size)).unflatten(-2, (count, block))
     triangle = rows.new_full((block, block), 1 / _BLOCK)

@@ -150,8 +150,10 @@ def _allowed(
         mask = mask[..., :n_keys]
         dense, bias = split_mask(mask, query, n_keys)
     if (starts := options.get("cu_seq_lens_q")) is not None and queries == n_keys:
-        segment = torch.bucketize(torch.arange(queries, device=query.device), starts.to(query.device)[1:], right=True)
-        same = (segment[:, None] == segment[None, :])[None, None]
+        # The rows of a batch count as laid end to end, as flash attention has it.
+        places = torch.arange(batch * queries, device=query.device).view(batch, 1, queries)
+        segment = torch.bucketize(places, starts.to(query.device)[1:], right=True)
+        same = segment[..., :, None] == segment[..., None, :]
         dense = same if dense is None else dense & same
     if dense is not None:
         dense = dense.expand(dense.shape[0], dense.shape[1], queries, n_keys)

@@ -35,6 +35,8 @@ def compact_mask(
     **kwargs: Any,
 ) -> Tensor | None:
     """Mask for one forward, in the form that the module describes. The parameters are those of Transformers."""
+    if attention_mask is not None:
+        _check_padding(attention_mask, q_length + q_offset, kv_length + kv_offset)
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if padding is not None:
         padding = padding[:, kv_offset : kv_offset + kv_length]
@@ -53,6 +55,20 @@ def compact_mask(
         mask_function=mask_function, attention_mask=attention_mask, local_size=local_size,
         allow_is_causal_skip=False, allow_is_bidirectional_skip=False, device=device, **kwargs,
     )  # fmt: skip
+
+
+def _check_padding(mask: Tensor, tokens: int | Tensor, slots: int) -> None:
+    """Refuse what Transformers would take in silence: three dimensions, and padding that ends before the newest token."""
+    if mask.ndim != 2:
+        raise ValueError(
+            f"attention_mask: expected (batch, tokens), or (batch, heads, queries, keys), got shape {tuple(mask.shape)}."
+        )
+    # Only a static cache has slots that no token fills yet. How many it holds is a tensor, unknown while tracing.
+    if mask.shape[1] < slots and not torch.compiler.is_compiling() and mask.shape[1] < tokens:
+        raise ValueError(
+            f"attention_mask: expected an entry for each of the {int(tokens)} tokens, cached ones included, "
+            f"got shape {tuple(mask.shape)}."
+        )
 
 
 def _hides_nothing(padding: Tensor) -> bool:

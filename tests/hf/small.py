@@ -1,0 +1,63 @@
+"""Presets on tiny models, with a band short enough to cut a sentence of nine tokens."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from families import CAUSAL, FAMILIES, build
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedModel
+
+from hf_fullpay import PRESETS, AttentionPlan, Band, Mixture
+from hf_fullpay.hf.bind import layers_of
+from hf_fullpay.hf.forward import CARRIER
+
+SHORT = 4
+NEUTRAL = AttentionPlan(payment=Mixture(budget=0.0))
+EVERYWHERE = [(family, name) for family in FAMILIES for name in PRESETS]
+ON_CAUSAL = [(family, name) for family in CAUSAL for name in PRESETS]
+ON_TEXT = [(family, name) for family, name in EVERYWHERE if family != "vit"]
+
+
+def short(name: str) -> AttentionPlan:
+    """The plan of a preset, its band cut to SHORT tokens."""
+    plan = PRESETS[name]
+    return replace(plan, reach=Band(SHORT)) if isinstance(plan.reach, Band) else plan
+
+
+def load(family: str, attention: str | AttentionPlan, *, head: bool = False, **changes: Any) -> PreTrainedModel:
+    """A peaky model under a preset (with its band cut short) or under any plan, which a stock config can carry too."""
+    plan = short(attention) if isinstance(attention, str) else attention
+    if attention in PRESETS and plan == PRESETS[attention]:
+        return build(family, attention, head=head, **changes)
+    return build(family, CARRIER, head=head, fullpay=plan.to_dict(), **changes)
+
+
+@torch.no_grad()
+def states(model: PreTrainedModel, **given: Any) -> Tensor:
+    """The last hidden states, or the logits of a model with a head."""
+    return model(**given)[0]
+
+
+def plans(model: PreTrainedModel) -> list[AttentionPlan]:
+    """What the attention modules of a model were told, in order."""
+    return [layer.plan for _, _, layer in layers_of(model)]
+
+
+@contextmanager
+def watched(name: str):
+    """Record the calls of an attention function: (module, mask, keywords) of each."""
+    stock, calls = AttentionInterface()[name], []
+
+    def spy(module, query, key, value, attention_mask, **options):
+        calls.append((module, attention_mask, options))
+        return stock(module, query, key, value, attention_mask, **options)
+
+    AttentionInterface.register(name, spy)
+    try:
+        yield calls
+    finally:
+        AttentionInterface.register(name, stock)
