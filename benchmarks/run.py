@@ -171,7 +171,9 @@ def clock(options: argparse.Namespace) -> float:
     return time.process_time()
 
 
-def child_peak(options: argparse.Namespace, name: str, is_causal: bool, dtype: str, n: int, batch: int, heads: int) -> float:
+def child_peak(
+    options: argparse.Namespace, name: str, is_causal: bool, dtype: str, n: int, batch: int, heads: int
+) -> float:
     """Peak of forward and backward above the inputs, in MiB, in a process of its own."""
     command = [
         sys.executable, __file__, "--device", options.device, "--threads", str(options.threads),
@@ -211,7 +213,9 @@ def _high_water() -> int:
 def provenance(options: argparse.Namespace) -> dict[str, Any]:
     """Where the numbers come from."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    dirty = bool(subprocess.run(["git", "status", "--porcelain", "src"], capture_output=True, text=True, check=False).stdout)
+    dirty = bool(
+        subprocess.run(["git", "status", "--porcelain", "src"], capture_output=True, text=True, check=False).stdout
+    )
     model = next(
         (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
         platform.processor(),

@@ -64,7 +64,9 @@ def randomise(model: PreTrainedModel, scale: float = 0.35) -> PreTrainedModel:
     return model
 
 
-def inputs(family: str, batch: int = 2, length: int = 9, *, left: int = 0, right: int = 0, seed: int = 1) -> dict[str, Any]:
+def inputs(
+    family: str, batch: int = 2, length: int = 9, *, left: int = 0, right: int = 0, seed: int = 1
+) -> dict[str, Any]:
     """Model inputs; the first row has `left` and `right` pads."""
     generator = torch.Generator().manual_seed(seed)
     if family == "vit":

@@ -20,9 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::hf_fullpay.FullPayWarning")
 
 # Presets with a small band and strong settings, so that what they do shows on a few tokens; and options of no preset.
 PLANS = {
-    **{
-        name: replace(plan, reach=Band(4)) if isinstance(plan.reach, Band) else plan for name, plan in PRESETS.items()
-    },
+    **{name: replace(plan, reach=Band(4)) if isinstance(plan.reach, Band) else plan for name, plan in PRESETS.items()},
     "strong floor": AttentionPlan(payment=Mixture(floor=0.05, budget=(0.3, 0.1, 0.9, 0.0))),
     "no floor": AttentionPlan(payment=Mixture(floor=None, budget=0.4)),
     "pay reach": AttentionPlan(reach=Band(3), payment=Mixture(floor=None, budget=0.4, pay="reach")),
@@ -34,7 +32,18 @@ PLANS = {
     "gain": AttentionPlan(scores=DynamicScale(alpha=(1.0, -1.0, 0.0, 2.0)), payment=Mixture(budget=0.2)),
     "all at once": AttentionPlan(Band(5), Bounded(bound=1.0), Clamp(floor=None, budget=0.3)),
 }
-MASKS = ("none", "left", "right", "causal", "causal left", "causal right", "lower right", "heads", "additive", "empty rows")
+MASKS = (
+    "none",
+    "left",
+    "right",
+    "causal",
+    "causal left",
+    "causal right",
+    "lower right",
+    "heads",
+    "additive",
+    "empty rows",
+)
 
 
 def tensors(n=9, m=None, heads=4, groups=2, width=8, batch=2, dtype=torch.float64, seed=0):
@@ -75,7 +84,9 @@ def mask(kind, n, m, batch=2, heads=4):
 
 def seen(plan, kind, n, m, query):
     """Keys in reach and keys that are paid, as dense masks."""
-    allowed, _ = visible_of(query, m, **({"mask": mask(kind, n, m).get("visible")}), is_causal=mask(kind, n, m).get("is_causal", False))
+    allowed, _ = visible_of(
+        query, m, **({"mask": mask(kind, n, m).get("visible")}), is_causal=mask(kind, n, m).get("is_causal", False)
+    )
     visible = plan.reach.restrict(allowed)
     everyone = isinstance(plan.payment, Mixture) and plan.payment.pay == "visible"
     return visible.to_dense(), (allowed if everyone else visible).to_dense()
@@ -175,7 +186,9 @@ def test_band_reaches_exactly_its_window(path):
         assert reached == set(range(max(row - size + 1, 0), row + 1))
 
 
-@pytest.mark.parametrize("plan", [PLANS["fullpay"], PLANS["fullpay_band"], PLANS["strong clamp"], PLANS["bounded_fullpay"]])
+@pytest.mark.parametrize(
+    "plan", [PLANS["fullpay"], PLANS["fullpay_band"], PLANS["strong clamp"], PLANS["bounded_fullpay"]]
+)
 def test_full_payment_reaches_every_visible_value(plan):
     query, key, value = (t.requires_grad_() for t in tensors(9, batch=1))
     output = attention(query * 40, key, value, plan=plan, is_causal=True)
@@ -257,7 +270,9 @@ def test_a_shift_of_all_scores_of_a_row_changes_nothing(centre):
     query, key, value = tensors(9)
     plan = AttentionPlan(scores=Bounded(bound=1.0, centre=centre, temperature=1.0))
     shift = torch.randn(2, 4, 9, 1, dtype=torch.float64).expand(2, 4, 9, 9) * 5
-    torch.testing.assert_close(attention(query, key, value, plan=plan, visible=shift), attention(query, key, value, plan=plan))
+    torch.testing.assert_close(
+        attention(query, key, value, plan=plan, visible=shift), attention(query, key, value, plan=plan)
+    )
 
 
 def test_the_order_is_strict_within_nine_widths():
@@ -308,7 +323,9 @@ def test_strides_do_not_matter_and_inputs_stay(name):
     query, key, value = tensors(9)
     strided = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (query, key, value)]
     copies = [t.clone() for t in strided]
-    torch.testing.assert_close(attention(*strided, plan=plan), attention(query, key, value, plan=plan), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        attention(*strided, plan=plan), attention(query, key, value, plan=plan), rtol=0, atol=1e-12
+    )
     assert all(torch.equal(a, b) for a, b in zip(strided, copies, strict=True))
 
 
@@ -369,7 +386,11 @@ def eager_in(dtype, query, key, value, *, plan):
         paid = visible if plan.payment.pay == "reach" else paid
         weights = mixture_weights(weights, paid, floor=plan.payment.floor, budget=row(plan.payment.budget))
     if isinstance(plan.payment, Clamp):
-        weights = clamp_weights(weights, visible, floor_of(plan.payment.floor, row(plan.payment.budget), visible.sum(-1, keepdim=True).float()))
+        weights = clamp_weights(
+            weights,
+            visible,
+            floor_of(plan.payment.floor, row(plan.payment.budget), visible.sum(-1, keepdim=True).float()),
+        )
     return weights.to(dtype) @ value.repeat_interleave(2, 1)
 
 
@@ -383,7 +404,9 @@ def test_dropout_spares_the_floor_and_is_unbiased(name):
     assert (error <= 6 * runs.std(0) / math.sqrt(600) + 1e-5).all()
     assert runs.std(0).max() > 0.05
     if isinstance(plan.payment, Budget):
-        drops = torch.stack([attention(query, key, value, plan=plan, dropout=0.4, return_weights=True)[1] for _ in range(20)])
+        drops = torch.stack(
+            [attention(query, key, value, plan=plan, dropout=0.4, return_weights=True)[1] for _ in range(20)]
+        )
         _, paid = seen(plan, "none", 6, 6, query)
         budget = torch.tensor(plan.payment.budget).reshape(1, -1, 1, 1)
         counts = paid.sum(-1, keepdim=True)
@@ -408,7 +431,9 @@ def test_gradcheck(name):
     plan = PLANS[name]
     leaves = [t.requires_grad_() for t in tensors(5, batch=1, width=3)]
     bias = torch.randn(1, 4, 5, 5, dtype=torch.float64).requires_grad_()
-    assert torch.autograd.gradcheck(lambda *t: attention(*t[:3], plan=plan, visible=t[3], is_causal=True), (*leaves, bias))
+    assert torch.autograd.gradcheck(
+        lambda *t: attention(*t[:3], plan=plan, visible=t[3], is_causal=True), (*leaves, bias)
+    )
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))

@@ -56,13 +56,15 @@ def test_import_is_idempotent_offline_and_light():
 import socket, sys
 def refuse(*a, **k): raise AssertionError("network on import")
 socket.socket.connect = refuse
-import hf_fullpay, torch
-from transformers import PreTrainedModel
+import torch
+from transformers import BertModel, GPT2Model, LlamaModel, PreTrainedModel, ViTModel
+theirs = set(sys.modules)
+import hf_fullpay
 first = PreTrainedModel.post_init
 import importlib; importlib.reload(hf_fullpay)
 assert PreTrainedModel.post_init is first
 assert not torch.cuda.is_initialized()
-heavy = {"triton", "peft", "datasets", "matplotlib"} & set(sys.modules)
+heavy = {"triton", "peft", "datasets", "matplotlib", "pandas", "sklearn"} & (set(sys.modules) - theirs)
 assert not heavy, heavy
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

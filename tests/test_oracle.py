@@ -54,4 +54,6 @@ def test_agrees_to_1e_10(path, run):
     torch.testing.assert_close(output, tensors["output"], rtol=0, atol=1e-10)
     (output * tensors["probe"]).sum().backward()
     for name, leaf in leaves.items():
-        torch.testing.assert_close(leaf.grad, tensors[f"grad_{name}"], rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            leaf.grad, tensors[f"grad_{name}"], rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"
+        )

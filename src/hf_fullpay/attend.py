@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,7 +74,9 @@ def attend(
     visible = plan.reach.restrict(allowed)
 
     if isinstance(plan.scores, DynamicScale):
-        gain = dynamic_gain(to_heads("alpha", strengths.get("alpha", plan.scores.start()), query), plan.scores.max_scale)
+        gain = dynamic_gain(
+            to_heads("alpha", strengths.get("alpha", plan.scores.start()), query), plan.scores.max_scale
+        )
         if gain != 1.0 if isinstance(gain, float) else True:
             query = (query.to(accumulate(query.dtype)) * gain).to(query.dtype)
             bias = bias * gain if bias is not None else None
@@ -184,11 +187,13 @@ def attention(
     if scaling is not None:
         check_number("scaling", scaling)
     if plan.gate:
-        raise wrong("plan", "gate=False on plain tensors", "gate=True", "The gate reads a layer's input: use convert().")
+        raise wrong(
+            "plan", "gate=False on plain tensors", "gate=True", "The gate reads a layer's input: use convert()."
+        )
     allowed, bias = visible_of(query, key.shape[2], visible, is_causal)
     if isinstance(plan.payment, Budget) and (shortfall := plan.payment.shortfall(key.shape[2])):
         warn(shortfall)
-    arguments = {
+    arguments: dict[str, Any] = {
         "plan": plan,
         "allowed": allowed,
         "scaling": query.shape[-1] ** -0.5 if scaling is None else float(scaling),
@@ -206,9 +211,7 @@ def warn(message: str) -> None:
         warnings.warn(message, FullPayWarning, stacklevel=3)
 
 
-def visible_of(
-    query: Tensor, n_keys: int, mask: Tensor | None, is_causal: bool | str
-) -> tuple[Visible, Tensor | None]:
+def visible_of(query: Tensor, n_keys: int, mask: Tensor | None, is_causal: bool | str) -> tuple[Visible, Tensor | None]:
     """The allowed keys and the additive bias that `attention` is asked for; see there."""
     batch, _, queries, _ = query.shape
     if is_causal not in (False, True, "upper_left", "lower_right"):

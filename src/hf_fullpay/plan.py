@@ -59,7 +59,9 @@ class AttentionPlan:
             value = getattr(self, option)
             if type(value) not in kinds.values():
                 raise wrong(
-                    f"AttentionPlan({option}=...)", " or ".join(f"{kind.__name__}(...)" for kind in kinds.values()), value
+                    f"AttentionPlan({option}=...)",
+                    " or ".join(f"{kind.__name__}(...)" for kind in kinds.values()),
+                    value,
                 )
         check_flag("AttentionPlan(gate=...)", self.gate)
         object.__setattr__(self, "layers", _check_layers(self.layers))
@@ -90,7 +92,10 @@ class AttentionPlan:
         """JSON form; `from_dict` is its exact inverse."""
         parts = {
             option: {"kind": getattr(self, option).kind}
-            | {f.name: to_json(getattr(getattr(self, option), f.name)) for f in dataclasses.fields(getattr(self, option))}
+            | {
+                f.name: to_json(getattr(getattr(self, option), f.name))
+                for f in dataclasses.fields(getattr(self, option))
+            }
             for option in _KINDS
         }
         layers = dict(self.layers) if isinstance(self.layers, Mapping) else to_json(self.layers)
@@ -133,16 +138,24 @@ class AttentionPlan:
             low, high = self.scores.certificate(n)
             found.append(f"the softmax gives every key in reach at least {low:.3g} and none more than {high:.3g}")
         if isinstance(self.scores, DynamicScale):
-            found.append(f"scores are multiplied by a gain between 0 and {self.scores.max_scale:g}; their order is kept")
+            found.append(
+                f"scores are multiplied by a gain between 0 and {self.scores.max_scale:g}; their order is kept"
+            )
         if isinstance(self.reach, Band):
             paid_outside = isinstance(self.payment, Mixture) and self.payment.pay == "visible"
-            outside = "only the floor comes from outside" if paid_outside else "nothing comes from outside, in values and gradients"
+            outside = (
+                "only the floor comes from outside"
+                if paid_outside
+                else "nothing comes from outside, in values and gradients"
+            )
             found.append(f"the softmax sees a token and the {self.reach.size - 1} before it; {outside}")
         return found
 
     def describe(self) -> str:
         """One line for tables."""
-        words = [_words(part) for part in (self.reach, self.scores, self.payment) if part not in (Full(), Plain(), Softmax())]
+        words = [
+            _words(part) for part in (self.reach, self.scores, self.payment) if part not in (Full(), Plain(), Softmax())
+        ]
         words += ["gate"] if self.gate else []
         words += [] if self.layers == ALL else [f"layers {self.layers}"]
         return ", ".join(words) or "ordinary attention"
@@ -152,7 +165,8 @@ def _words(part: Any) -> str:
     shown = [
         f"{f.name}={getattr(part, f.name)!r}"
         for f in dataclasses.fields(part)
-        if f.name in ("size", "floor", "budget", "bound", "centre", "temperature", "max_scale") or getattr(part, f.name) != f.default
+        if f.name in ("size", "floor", "budget", "bound", "centre", "temperature", "max_scale")
+        or getattr(part, f.name) != f.default
     ]
     return f"{type(part).__name__}({', '.join(shown)})"
 
@@ -180,7 +194,9 @@ def _check_layers(layers: Any) -> Layers:
             return MappingProxyType(dict(layers)) if not isinstance(layers, MappingProxyType) else layers
     elif isinstance(layers, Sequence):
         numbers = tuple(layers)
-        if all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers) and len(set(numbers)) == len(numbers):
+        if all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers) and len(set(numbers)) == len(
+            numbers
+        ):
             return numbers
     raise wrong("AttentionPlan(layers=...)", _LAYERS, layers)
 
@@ -198,11 +214,13 @@ def _chosen(layers: Layers, total: int) -> set[int]:
     if isinstance(layers, Mapping):
         policy: dict[int, str] = {}
         for key, value in layers.items():
-            first, dash, last = key.partition("-")
-            stop = int(last) + 1 if last else total if dash else int(first) + 1
-            span = range(int(first), stop)
+            start, dash, last = key.partition("-")
+            stop = int(last) + 1 if last else total if dash else int(start) + 1
+            span = range(int(start), stop)
             if not span or stop > total or policy.keys() & set(span):
-                raise wrong("AttentionPlan(layers=...)", f"ranges within 0-{total - 1} that do not overlap", dict(layers))
+                raise wrong(
+                    "AttentionPlan(layers=...)", f"ranges within 0-{total - 1} that do not overlap", dict(layers)
+                )
             policy |= dict.fromkeys(span, value)
         if len(policy) < total:
             raise wrong("AttentionPlan(layers=...)", f"a choice for each of the {total} layers", dict(layers))

@@ -40,7 +40,11 @@ def reference_attention(
 ) -> tuple[Tensor, Tensor]:
     """Output (B, H, N, Dv) and weights (B, H, N, M), both in the type of query; arguments as in `attend`."""
     dtype, kind = query.dtype, accumulate(query.dtype)
-    query, key, value = query.to(kind), repeat_groups(key, query.shape[1]).to(kind), repeat_groups(value, query.shape[1]).to(kind)
+    query, key, value = (
+        query.to(kind),
+        repeat_groups(key, query.shape[1]).to(kind),
+        repeat_groups(value, query.shape[1]).to(kind),
+    )
     strengths = strengths or {}
     paid, visible = allowed.to_dense(), plan.reach.restrict(allowed).to_dense()
 

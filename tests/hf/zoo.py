@@ -39,7 +39,7 @@ ROUTING: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bart": ("pair", "BartModel", BART | {"dropout": 0.0, "max_position_embeddings": 64}),
     "whisper": ("speech", "WhisperModel", BART | {"num_mel_bins": 8, "max_source_positions": 10, "max_target_positions": 64, "dropout": 0.0}),
     "clip_vision": ("image", "CLIPVisionModel", SIZES | IMAGE),
-    "siglip_vision": ("image", "SiglipVisionModel", SIZES | IMAGE | {"vision_use_head": False}),
+    "siglip_vision": ("image", "SiglipVisionModel", SIZES | IMAGE),
     "dinov2": ("image", "Dinov2Model", SIZES | IMAGE),
     "beit": ("image", "BeitModel", SIZES | IMAGE | STILL | {"use_relative_position_bias": True, "drop_path_rate": 0.0}),
     "vit_mae": ("image", "ViTMAEModel", SIZES | IMAGE | STILL | {"mask_ratio": 0.0}),

@@ -35,9 +35,7 @@ def check_number(
         if not value:
             raise wrong(option, expected, value)
         for entry in value:
-            check_number(
-                option, entry, low=low, high=high, open_low=open_low, open_high=open_high, finite=finite
-            )
+            check_number(option, entry, low=low, high=high, open_low=open_low, open_high=open_high, finite=finite)
         return
     if isinstance(value, bool) or not isinstance(value, Real):
         raise wrong(option, expected, value)

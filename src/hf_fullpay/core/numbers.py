@@ -38,7 +38,9 @@ def to_heads(option: str, value: PerHead | Tensor, like: Tensor) -> Tensor | flo
     if isinstance(value, int | float):
         return float(value)
     heads = like.shape[1]
-    tensor = value if isinstance(value, Tensor) else torch.tensor(value, device=like.device, dtype=accumulate(like.dtype))
+    tensor = (
+        value if isinstance(value, Tensor) else torch.tensor(value, device=like.device, dtype=accumulate(like.dtype))
+    )
     if tensor.shape != (heads,):
         raise ValueError(f"{option}: expected one number or one per head ({heads}), got {tuple(tensor.shape)}.")
     return tensor.to(accumulate(like.dtype)).view(1, heads, 1, 1)

@@ -8,7 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-HIDDEN = -1e4  # an additive mask at or below this hides the key: half-precision minima and the -10000 of old code included
+HIDDEN = (
+    -1e4
+)  # an additive mask at or below this hides the key: half-precision minima and the -10000 of old code included
 
 
 def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:

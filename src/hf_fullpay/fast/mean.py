@@ -78,12 +78,12 @@ class _Blend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         attended, mean, share = ctx.saved_tensors
-        wide = grad.to(_wide(grad))
-        to_mean = wide * share.to(wide.dtype)
-        to_share = None
+        wide, to_share = _wide(grad), None
         if ctx.needs_input_grad[2]:
-            to_share = (wide * (mean.to(wide.dtype) - attended)).sum(-1, keepdim=True).sum_to_size(share.shape).to(share.dtype)
-        return (wide - to_mean).to(grad.dtype), to_mean.sum_to_size(mean.shape).to(grad.dtype), to_share
+            to_share = torch.sub(mean.to(wide), attended).mul_(grad).sum(-1, keepdim=True)
+            to_share = to_share.sum_to_size(share.shape).to(share.dtype)
+        to_mean = grad * share.to(wide)
+        return (grad - to_mean).to(grad.dtype), to_mean.sum_to_size(mean.shape).to(grad.dtype), to_share
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -103,7 +103,7 @@ def _prefix_sums(value: Tensor, visible: Visible) -> Tensor:
     # Padded so that the last N running sums are those of the queries.
     lead = max(-offset, 0)
     rows = F.pad(value, (0, 0, lead, n + offset - visible.n_keys))
-    return _running_sums(rows, _BLOCK)[:, :, offset + lead :]
+    return _RunningSums.apply(rows, _BLOCK, False)[:, :, offset + lead :]
 
 
 def _window_sums(value: Tensor, visible: Visible) -> Tensor:
@@ -120,27 +120,42 @@ def _window_sums(value: Tensor, visible: Visible) -> Tensor:
     stretches = -(-n // window) + 1
     rows = F.pad(value, (0, 0, front, stretches * window - front - visible.n_keys)).unflatten(2, (stretches, window))
     block = min(window, _BLOCK)
-    ends = _running_sums(rows, block, backward=True).flatten(2, 3)[:, :, :n]
-    begins = _running_sums(F.pad(rows[..., :-1, :], (0, 0, 1, 0)), block).flatten(2, 3)[:, :, window : window + n]
+    ends = _RunningSums.apply(rows, block, True).flatten(2, 3)[:, :, :n]
+    begins = _RunningSums.apply(F.pad(rows[..., :-1, :], (0, 0, 1, 0)), block, False).flatten(2, 3)[:, :, window : window + n]
     return ends + begins
 
 
-def _running_sums(rows: Tensor, block: int, backward: bool = False) -> Tensor:
-    """Running sums along the last but one dimension, from its end if `backward`, divided by _BLOCK; FP32 or FP64.
+class _RunningSums(torch.autograd.Function):
+    """Its own adjoint, run from the other end; what it keeps for the backward pass is nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, block: int, from_end: bool) -> Tensor:
+        ctx.dtype, ctx.block, ctx.from_end = rows.dtype, block, from_end
+        return _running_sums(rows, block, from_end)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _running_sums(grad.to(ctx.dtype), ctx.block, not ctx.from_end).to(ctx.dtype), None, None
+
+
+def _running_sums(rows: Tensor, block: int, from_end: bool) -> Tensor:
+    """Running sums along the last but one dimension, divided by _BLOCK; FP32 or FP64.
 
     Inside blocks by a product with a triangle, over the blocks by a cumulative sum.
     """
     size, wide = rows.shape[-2], _wide(rows)
-    if torch.compiler.is_exporting():
-        return rows.cumsum(-2, dtype=wide) / _BLOCK
+    if torch.compiler.is_exporting():  # views of symbolic sizes would put conditions on the length
+        sums = rows.flip(-2).cumsum(-2, dtype=wide).flip(-2) if from_end else rows.cumsum(-2, dtype=wide)
+        return sums / _BLOCK
     count = -(-size // block)
     blocks = F.pad(rows, (0, 0, 0, count * block - size)).unflatten(-2, (count, block))
     triangle = rows.new_full((block, block), 1 / _BLOCK)
-    if backward:
+    if from_end:
         inner = triangle.triu() @ blocks
-        carry = inner[..., 1:, 0, :].flip(-2).cumsum(-2, dtype=wide).flip(-2)
-        carry = F.pad(carry, (0, 0, 0, 1))
+        carry = F.pad(inner[..., 1:, 0, :].flip(-2).cumsum(-2, dtype=wide).flip(-2), (0, 0, 0, 1))
     else:
         inner = triangle.tril() @ blocks
         carry = F.pad(inner[..., :-1, -1, :].cumsum(-2, dtype=wide), (0, 0, 1, 0))
-    return (inner + carry[..., None, :]).flatten(-3, -2)[..., :size, :]
+    inner = inner.to(wide)
+    inner += carry[..., None, :]
+    return inner.flatten(-3, -2)[..., :size, :]

@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -20,6 +21,9 @@ from hf_fullpay.plan import PRESETS, AttentionPlan
 from hf_fullpay.reach import Band
 
 ADVICE = 'Load it with attn_implementation="sdpa" or "eager", or choose a model whose attention can be exchanged.'
+
+# Cross-attention by the names of modules and classes: few say it by an attribute.
+_CROSS = r"(?i)cross|encoder_attn|enc_?dec_?attention"
 
 
 def bind(model: PreTrainedModel, *, again: bool = False) -> None:
@@ -34,18 +38,18 @@ def bind(model: PreTrainedModel, *, again: bool = False) -> None:
     """
     name, label = model.config._attn_implementation, type(model).__name__
     parts = _parts(model)
-    modules = [(path, module) for path, module in parts if routes(type(module))]
+    modules = [(path, module) for path, module in parts if routes(module)]
     _refuse_foreign(label, parts, bool(modules), model)
     unbound = [(path, module) for path, module in modules if again or not hasattr(module, BINDING)]
     if not unbound:
         return
     plan = plan_of(model.config, name)
-    indices = _layer_indices([path for path, _ in unbound])
+    indices = _layer_indices(model, [path for path, _ in unbound])
     total = max(indices) + 1
     plans, warned = plan.for_layers(total), set[int]()
-    for (_, module), index in zip(unbound, indices, strict=True):
-        _refuse_needs(label, module, plans[index])
-        setattr(module, BINDING, Layer(plans[index], index, total, label, warned))
+    for (path, module), index in zip(unbound, indices, strict=True):
+        _refuse_needs(label, path, module, plans[index])
+        setattr(module, BINDING, Layer(name, plans[index], index, total, label, warned))
 
 
 def refuse_class(model: PreTrainedModel, name: str) -> None:
@@ -58,9 +62,14 @@ def refuse_class(model: PreTrainedModel, name: str) -> None:
         )
 
 
+def routes(module: nn.Module) -> bool:
+    """Whether a module's forward asks the registry for its attention function."""
+    kind: Any = type(module)
+    return _asks_registry(kind)
+
+
 @cache
-def routes(kind: type[nn.Module]) -> bool:
-    """Whether the forward of this class asks the registry for its attention function."""
+def _asks_registry(kind: Any) -> bool:
     try:
         return "get_interface(" in inspect.getsource(kind.forward)
     except (OSError, TypeError):
@@ -96,7 +105,7 @@ def _parts(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
 
 def _refuse_foreign(label: str, parts: list[tuple[str, nn.Module]], some: bool, model: PreTrainedModel) -> None:
     """Refuse attention modules that do not route: they would quietly keep their own attention."""
-    routed = {path for path, module in parts if routes(type(module))}
+    routed = {path for path, module in parts if routes(module)}
     for path, module in parts:
         if "Attention" not in type(module).__name__ or path in routed:
             continue
@@ -114,7 +123,7 @@ def _refuse_foreign(label: str, parts: list[tuple[str, nn.Module]], some: bool, 
         )
 
 
-def _refuse_needs(label: str, module: nn.Module, plan: AttentionPlan) -> None:
+def _refuse_needs(label: str, path: str, module: nn.Module, plan: AttentionPlan) -> None:
     """Refuse what a module needs and we do not compute, or a plan that makes no sense for it."""
     config = getattr(module, "config", None)
     needs = {
@@ -124,8 +133,10 @@ def _refuse_needs(label: str, module: nn.Module, plan: AttentionPlan) -> None:
     }
     for need, has in needs.items():
         if has:
-            raise ValueError(f"{label}: {type(module).__name__} needs {need}, which hf-fullpay does not implement. {ADVICE}")
-    cross = getattr(module, "is_cross_attention", False) or "Cross" in type(module).__name__
+            raise ValueError(
+                f"{label}: {type(module).__name__} needs {need}, which hf-fullpay does not implement. {ADVICE}"
+            )
+    cross = getattr(module, "is_cross_attention", False) or re.search(_CROSS, f"{path}.{type(module).__name__}")
     if cross and isinstance(plan.reach, Band):
         raise ValueError(
             f"{label}: a band has no meaning in the cross-attention of {type(module).__name__}, whose queries and keys "
@@ -133,11 +144,23 @@ def _refuse_needs(label: str, module: nn.Module, plan: AttentionPlan) -> None:
         )
 
 
-def _layer_indices(paths: list[str]) -> list[int]:
-    """Number of the layer of each path: its place among the paths cut after their last number (block 3 of 12)."""
-    blocks = [re.sub(r"^((?:.*\.)?\d+)(?:\..*)?$", r"\1", path) for path in paths]
+def _layer_indices(model: nn.Module, paths: list[str]) -> list[int]:
+    """Number of the layer of each path: the place of its block (block 3 of 12) among those that hold attention."""
+    blocks = [_block(model, path) for path in paths]
     order = {block: index for index, block in enumerate(dict.fromkeys(blocks))}
     return [order[block] for block in blocks]
+
+
+def _block(model: nn.Module, path: str) -> str:
+    """Path cut after its last number, but for lists of unlike parts inside a block (self-attention, cross-attention,
+    feed-forward of a T5 block)."""
+    parts = path.split(".")
+    numbers = [place for place, part in enumerate(parts) if part.isdigit()]
+    for place in reversed(numbers[1:]):
+        siblings = model.get_submodule(".".join(parts[:place])).children()
+        if len({type(sibling) for sibling in siblings}) == 1:
+            return ".".join(parts[: place + 1])
+    return ".".join(parts[: numbers[0] + 1]) if numbers else path
 
 
 @cache

@@ -15,7 +15,13 @@ from hf_fullpay.plan import AttentionPlan
 TEMPLATE = Path(__file__).with_name("card_template.md")
 LENGTHS = (128, 512, 2048)
 # What a card always speaks of, measured or not.
-FIGURES = ("accuracy", "accuracy with ordinary attention", "coverage", "entropy / log n", "cost against ordinary attention")
+FIGURES = (
+    "accuracy",
+    "accuracy with ordinary attention",
+    "coverage",
+    "entropy / log n",
+    "cost against ordinary attention",
+)
 
 
 def render_card(

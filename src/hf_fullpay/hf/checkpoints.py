@@ -14,14 +14,23 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_fullpay.hf.bind import CARRIER, bind, is_ours, layers_of
-from hf_fullpay.hf.forward import STRENGTHS, remember_input
+from hf_fullpay.hf.forward import PLAN, STRENGTHS, remember_input
 from hf_fullpay.hf.strengths import Strengths, strengths_of
 from hf_fullpay.plan import AttentionPlan
 
 SHIM = "modeling_fullpay"
 
 
-class FullPayConfigMixin:
+class InstalledCode:
+    """Shared by both parts: their code is an installed package, also when a checkpoint with a shim led to it."""
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "") -> None:
+        """Nothing to do: the shim in the checkpoint says it. Transformers calls this after loading remote code, and
+        would otherwise copy this package's source into every checkpoint saved afterwards."""
+
+
+class FullPayConfigMixin(InstalledCode):
     """Config part: the plan as a JSON dict under `fullpay`, and the name of the attention, both kept on saving."""
 
     fullpay: dict[str, Any] | None
@@ -29,12 +38,23 @@ class FullPayConfigMixin:
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)  # type: ignore[misc]
-        # Written anew whenever a model is saved; a stale one would point to a file that is not there.
-        vars(self).pop("auto_map", None)
+        # The way to the code is written anew whenever a model is saved; a stale one would point to a file that is not
+        # there. And the config of a stock checkpoint brings the stock type.
+        for key in ("auto_map", "model_type"):
+            vars(self).pop(key, None)
         if self.fullpay is not None:
             self.fullpay = AttentionPlan.from_dict(self.fullpay).to_dict()
         if self._attn_implementation is None:
             self._attn_implementation = "fullpay" if self.fullpay is None else CARRIER
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in Transformers; a plan among the arguments takes the place of the plan and the name in the dict."""
+        if PLAN in kwargs:
+            config_dict = {k: v for k, v in config_dict.items() if k != "attn_implementation"} | {
+                PLAN: kwargs.pop(PLAN)
+            }
+        return super().from_dict(config_dict, **kwargs)  # type: ignore[misc]
 
     def to_dict(self) -> dict[str, Any]:
         return self._with_name(super().to_dict())  # type: ignore[misc]
@@ -48,10 +68,10 @@ class FullPayConfigMixin:
         return written
 
 
-class FullPayModelMixin:
+class FullPayModelMixin(InstalledCode):
     """Model part: a `fullpay` module in every attention layer whose plan learns something."""
 
-    _keep_in_fp32_modules_strict = {STRENGTHS}  # noqa: RUF012 - Transformers reads a class attribute
+    _keep_in_fp32_modules_strict: Any = {STRENGTHS}  # noqa: RUF012 - Transformers reads a class attribute
     # Continuous batching would swap the attention for a flash kernel, and context parallelism knows SDPA only.
     _supports_flash_attn = False
     _supports_context_parallel = False
@@ -77,11 +97,6 @@ class FullPayModelMixin:
             super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
         finally:
             del config.auto_map
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
-        """Nothing to do: the shim in the checkpoint says it. Transformers calls this after loading remote code, and
-        would otherwise copy this package's source into every checkpoint saved afterwards."""
 
 
 def attach(model: PreTrainedModel) -> None:

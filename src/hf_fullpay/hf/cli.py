@@ -11,6 +11,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from hf_fullpay.plan import PRESETS, AttentionPlan, with_options
 
 LENGTHS = (128, 512, 2048)
@@ -21,6 +23,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         return options.run(options)
+    except SafetensorError as error:
+        print(f"hf-fullpay {options.command}: expected readable weights, got a damaged file: {error}", file=sys.stderr)
+        return 2
     except (ValueError, OSError, ImportError) as error:
         print(f"hf-fullpay {options.command}: {error}", file=sys.stderr)
         return 2
@@ -37,7 +42,9 @@ def _parser() -> argparse.ArgumentParser:
     convert = commands.add_parser("convert", help="write a converted checkpoint")
     convert.add_argument("source", metavar="SRC", help="Hub id or folder of a BERT, ViT, GPT-2 or Llama checkpoint")
     convert.add_argument("target", metavar="DST", help="folder to write; must not hold anything yet")
-    convert.add_argument("--attention", metavar="NAME", choices=sorted(PRESETS), default="fullpay", help="preset (fullpay)")
+    convert.add_argument(
+        "--attention", metavar="NAME", choices=sorted(PRESETS), default="fullpay", help="preset (fullpay)"
+    )
     convert.add_argument("--plan", metavar="FILE", type=Path, help="a plan as JSON instead of a preset")
     convert.add_argument("--task", metavar="TASK", help="head to load, such as sequence-classification or causal-lm")
     _add_options(convert)
@@ -65,7 +72,9 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
                 names.setdefault(field.name, []).append(preset)
     group = parser.add_argument_group("options of the presets")
     for name, presets in names.items():
-        group.add_argument(f"--{name.replace('_', '-')}", dest=f"option_{name}", metavar="VALUE", type=_value, help=", ".join(presets))
+        group.add_argument(
+            f"--{name.replace('_', '-')}", dest=f"option_{name}", metavar="VALUE", type=_value, help=", ".join(presets)
+        )
     group.add_argument("--gate", dest="option_gate", nargs="?", const=True, type=_value, help="learned output gate")
     group.add_argument("--layers", dest="option_layers", type=_value, help='"all", "all_but_last", "from:6", "[6, 7]"')
 
@@ -103,12 +112,15 @@ def _convert(options: argparse.Namespace) -> int:
     from hf_fullpay.hf.cards import render_card
     from hf_fullpay.hf.convert import convert
 
+    _check_source(options.source)
     source: Any = options.source
     if options.task:
         words = {"lm": "LM"}
         auto = "AutoModelFor" + "".join(words.get(word, word.capitalize()) for word in options.task.split("-"))
         if not hasattr(transformers, auto):
-            raise ValueError(f"--task: expected a task such as sequence-classification or causal-lm, got {options.task!r}.")
+            raise ValueError(
+                f"--task: expected a task such as sequence-classification or causal-lm, got {options.task!r}."
+            )
         source = getattr(transformers, auto).from_pretrained(options.source)
     model = convert(source, plan)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -121,8 +133,16 @@ def _convert(options: argparse.Namespace) -> int:
         if target.exists():
             target.rmdir()
         shutil.move(folder, target)
-    print(f"{target}: {type(model).__name__}, {plan.describe()}; with {', '.join(saved) or 'no tokenizer found'} and a card")
+    print(
+        f"{target}: {type(model).__name__}, {plan.describe()}; with {', '.join(saved) or 'no tokenizer found'} and a card"
+    )
     return 0
+
+
+def _check_source(source: str) -> None:
+    """A mistyped path would be taken for a Hub id, and the message would be about the Hub."""
+    if (Path(source).exists() or source.startswith((".", "/", "~"))) and not Path(source, "config.json").is_file():
+        raise ValueError(f"expected a Hub id or a folder with config.json, got {source}.")
 
 
 def _plan(options: argparse.Namespace) -> AttentionPlan:
@@ -157,6 +177,7 @@ def _save_preprocessors(source: str, folder: Path) -> list[str]:
 def _inspect(options: argparse.Namespace) -> int:
     from hf_fullpay.hf.inspect import inspect_model
 
+    _check_source(options.model)
     print(inspect_model(options.model, options.attention))
     return 0
 

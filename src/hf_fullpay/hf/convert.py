@@ -38,7 +38,9 @@ def convert(
     plan = resolve(plan)
     stock = model if isinstance(model, PreTrainedModel) else _load(model, loading)
     if hasattr(stock, "peft_config"):
-        raise ValueError("convert: expected a model without adapters; merge or unload them first, or convert before PEFT.")
+        raise ValueError(
+            "convert: expected a model without adapters; merge or unload them first, or convert before PEFT."
+        )
     kind = fullpay_of(type(stock))
     name = next((name for name, preset in PRESETS.items() if preset == plan), CARRIER)
     return _rebuild(stock, kind, name, {PLAN: plan.to_dict()})
@@ -56,7 +58,9 @@ def revert(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _load(path: str | os.PathLike[str], loading: dict[str, Any]) -> PreTrainedModel:
-    config = AutoConfig.from_pretrained(path, **{k: v for k, v in loading.items() if k in ("revision", "token", "cache_dir")})
+    config = AutoConfig.from_pretrained(
+        path, **{k: v for k, v in loading.items() if k in ("revision", "token", "cache_dir")}
+    )
     names = config.architectures or []
     kind = MODELS.get(names[0]) or getattr(transformers, names[0], None) if names else None
     if kind is None:

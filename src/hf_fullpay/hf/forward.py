@@ -28,6 +28,7 @@ class Layer:
     """What one attention module was told when its model was loaded.
 
     Args:
+        name: the attention that the model had then.
         plan: the plan of this layer (the ordinary attention where the policy leaves it alone).
         index: number of the layer within its stack.
         total: number of layers in the stack.
@@ -35,6 +36,7 @@ class Layer:
         warned: lengths that a shortfall was told for, shared by all layers of the model.
     """
 
+    name: str
     plan: AttentionPlan
     index: int
     total: int
@@ -57,7 +59,9 @@ def make_forward(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
         position_bias: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        layer = getattr(module, BINDING, None) or _unbound(module, name)
+        layer: Layer | None = getattr(module, BINDING, None)
+        if layer is None or layer.name != name:
+            layer = _unbound(module, name)
         _refuse_options(layer, kwargs)
         # Under autocast a rotary model hands queries and keys in FP32 beside values in BF16; the values, straight out of
         # a linear layer, have the type that the output projection expects.
@@ -67,7 +71,7 @@ def make_forward(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
         if position_bias is not None:
             bias = position_bias if bias is None else bias + position_bias
         _warn_shortfall(layer, query.shape[2], key.shape[2])
-        arguments = {
+        arguments: dict[str, Any] = {
             "plan": layer.plan,
             "allowed": allowed,
             "scaling": query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -95,7 +99,7 @@ def _unbound(module: nn.Module, name: str) -> Layer:
             f"layers {plan.layers!r} only. Load the model with attn_implementation={name!r}, or call "
             f"model.set_attn_implementation({name!r})."
         )
-    return Layer(plan, 0, 1, type(module).__name__)
+    return Layer(name, plan, 0, 1, type(module).__name__)
 
 
 def plan_of(config: Any, name: str) -> AttentionPlan:
@@ -182,7 +186,8 @@ def _strengths(module: nn.Module) -> dict[str, Tensor] | None:
 
 def remember_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of an attention module with a gate: keeps its input until the attention function reads it."""
-    module.__dict__[_INPUT] = args[0] if args else kwargs["hidden_states"]
+    if hasattr(module, BINDING):  # not while the model runs another attention, which would never read it
+        module.__dict__[_INPUT] = args[0] if args else kwargs["hidden_states"]
 
 
 def _warn_shortfall(layer: Layer, queries: int, n_keys: int) -> None:

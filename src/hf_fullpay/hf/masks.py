@@ -17,14 +17,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, prepare_padding_mask, sdpa_mask
+from transformers.masking_utils import (
+    bidirectional_mask_function,
+    causal_mask_function,
+    prepare_padding_mask,
+    sdpa_mask,
+)
 
 
 def compact_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    q_offset: int | Tensor = 0,
+    q_offset: Any = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Any] = causal_mask_function,
     attention_mask: Tensor | None = None,
@@ -34,7 +39,8 @@ def compact_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> Tensor | None:
-    """Mask for one forward, in the form that the module describes. The parameters are those of Transformers."""
+    """Mask for one forward, in the form that the module describes. The parameters are those of Transformers
+    (q_offset is an int, or a tensor with a static cache)."""
     if attention_mask is not None:
         _check_padding(attention_mask, q_length + q_offset, kv_length + kv_offset)
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)

@@ -65,7 +65,7 @@ class Strengths(nn.Module):
         if (bias := self._offset("gate_bias")) is not None:
             if hidden_states is None:
                 raise RuntimeError("output gate: expected the input of the attention layer, got none.")
-            slope = self._offset("gate_bias_slope")
+            slope: Any = self._offset("gate_bias_slope")
             logits = nn.functional.linear(hidden_states.float(), slope, OPEN + bias)
             found["gate"] = logits.transpose(1, 2).unsqueeze(-1)
         return found
@@ -116,4 +116,3 @@ def no_decay_parameters(model: nn.Module) -> list[str]:
         if isinstance(module, Strengths)
         for name, _ in module.named_parameters(recurse=False)
     ]
-

@@ -95,7 +95,9 @@ def width_and_amplitude(
     Returns:
         Two tensors that broadcast against (B, H, N, 1).
     """
-    inverse_tau = counts.clamp_min(1).sqrt() if isinstance(temperature, str) else torch.full_like(counts, 1 / temperature)
+    inverse_tau = (
+        counts.clamp_min(1).sqrt() if isinstance(temperature, str) else torch.full_like(counts, 1 / temperature)
+    )
     amplitude = inverse_tau * bound
     width = torch.ones_like(inverse_tau) * bound if slope == "sharpen" else amplitude
     return width, amplitude
