@@ -7,9 +7,9 @@
 
 Neither pass holds more than a few tiles of scores: peak memory is linear in the numbers of queries and keys.
 
-Dimensions: B batch, H query heads, G key/value heads, N queries, M keys, D width; b, h, n, m a tile's part of B, H, N, M.
-For matrix products a tile is (pairs, rows, m): a pair is a batch entry and a key head, its rows are the n queries of each
-of the H // G query heads that share the key head.
+Dimensions: B batch, H query heads, G key/value heads, N queries, M keys, D head width; b, h, n, m are a tile's part of
+B, H, N, M. In matrix products a tile is (pairs, rows, m): a pair is a batch entry and a key head, and its rows are the n
+queries of each of the H // G query heads that share the key head.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from hf_fullpay.core.visible import Visible
 TILE_ELEMENTS = 1 << 18  # scores in a tile: 1 MiB in fp32, about the second-level cache of a core
 MIN_ROWS = 32  # fewer rows make slow matrix products, however many keys there are
 MAX_WIDTHS = 8  # of causal tiles in low precision, where oneDNN keeps half a megabyte for each shape of a product
-SIGMOID_AMPLITUDE = {torch.float16: 1024.0, torch.bfloat16: 1024.0}  # at most, else 8: tanh by a sigmoid is exact enough
+# Largest amplitude at which a sigmoid is accurate enough in place of the tanh.
+SIGMOID_AMPLITUDE = {torch.float64: 8.0, torch.float32: 8.0, torch.bfloat16: 1024.0, torch.float16: 1024.0}
 STRAIGHT = 2.0**60  # a width in place of infinity: tanh(x / width) * width == x
 
 _INPUTS = (
@@ -163,15 +164,14 @@ class _Pass:
         self.work = torch.promote_types(self.dtype, torch.float32)
         # Both passes visit the tiles in the same order, and so draw the same numbers.
         self.generator = None if seed is None else torch.Generator(self.query.device).manual_seed(int(seed))
-        # y = rate * (scores - centre) is squashed to z = gain * tanh(y). Or, several times faster, z = gain * sigmoid(y)
-        # with twice the rate and gain, as softmax does not see the constant between them; but the sigmoid has only an
-        # absolute accuracy, which has to be good enough.
+        # y = rate * (scores - centre) is squashed to z = gain * tanh(y); or to z = gain * sigmoid(y) with twice the rate
+        # and gain, which softmax cannot tell apart. The sigmoid is several times faster, but inaccurate near zero.
         self.rate = self.gain = torch.ones(1, 1, 1, 1, dtype=self.work, device=self.query.device)
         self.stretch = 1.0
         if self.amplitude is not None:
             infinite = self.width.isinf()
             amplitude = self.amplitude.masked_fill(infinite, STRAIGHT)
-            self.stretch = 2.0 if (amplitude.abs() <= SIGMOID_AMPLITUDE.get(self.dtype, 8.0)).all() else 1.0
+            self.stretch = 2.0 if (amplitude.abs() <= SIGMOID_AMPLITUDE[self.dtype]).all() else 1.0
             self.rate = self.stretch / self.width.masked_fill(infinite, STRAIGHT)
             self.gain = self.stretch * amplitude
 
@@ -209,21 +209,21 @@ class _Pass:
     def tiles(self, block: _Block) -> Iterator[_Tile]:
         """The tiles of a block in which any key is seen."""
         visible, rows = block.visible, self.tile_size()[0]
-        causal, band = visible.offset is not None, visible.window is not None
         for start in range(0, visible.n_queries, rows):
             stop = min(start + rows, visible.n_queries)
             low, high = visible.columns(start, stop)
             if low == high:
                 continue
-            if causal and not band and self.dtype != self.work:
+            if visible.offset is not None and visible.window is None and self.dtype != self.work:
                 grain = math.ceil(visible.n_keys / MAX_WIDTHS)
                 high = min(math.ceil(high / grain) * grain, visible.n_keys)
             # Masks are slow: cut the columns such that only those at the edges of a triangle or band get one.
-            edges = [start + visible.offset + 1] if causal else []
-            edges += [stop + visible.offset - visible.window] if band else []
-            cuts = sorted({low, high, *(min(max(edge, low), high) for edge in edges)})
+            cuts = {low, high}
+            if visible.offset is not None:
+                edges = start + visible.offset + 1, stop + visible.offset - (visible.window or visible.n_keys + stop)
+                cuts |= {min(max(edge, low), high) for edge in edges}
             limits, seen = [], torch.zeros_like(self.rate[:1, :1, :1])
-            for left, right in pairwise(cuts):
+            for left, right in pairwise(sorted(cuts)):
                 mask = visible.tile(start, stop, left, right)
                 if mask is None:
                     seen = seen + (right - left)
@@ -234,7 +234,7 @@ class _Pass:
             at, columns, blind = (block.batch, block.heads, slice(start, stop)), slice(low, high), seen == 0
             shape = (*self.query[at].shape[:3], high - low)
             key, value = block.key[..., columns], block.value[..., columns]
-            yield _Tile(at, columns, shape, key, value, limits, seen, blind if blind.any() else None)
+            yield _Tile(at, columns, shape, key, value, limits, seen, blind if limits and blind.any() else None)
 
     def scores(self, tile: _Tile, medians: Tensor) -> Tensor:
         """y of a tile; the medians of y are written in forward and read in backward."""
@@ -314,14 +314,12 @@ class _Backward(_Pass):
         self.d_out, self.medians, self.scales = d_out, medians, scales
         self.grads = {name: d_out.new_empty(0) for name in _DIFFERENTIABLE}
         for name in _DIFFERENTIABLE:
-            if self.needs[name]:
-                dtype = self.work if name == "bias" else None
-                wide = name in _ROWS
-                self.grads[name] = (
-                    d_out.new_zeros((*d_out.shape[:3], 1), dtype=self.work)
-                    if wide
-                    else torch.zeros_like(self.inputs[name], dtype=dtype)
-                )
+            if not self.needs[name]:
+                continue
+            if name in _ROWS:
+                self.grads[name] = d_out.new_zeros((*d_out.shape[:3], 1), dtype=self.work)
+            else:
+                self.grads[name] = torch.zeros_like(self.inputs[name], dtype=self.work if name == "bias" else None)
 
     def run(self) -> list[Tensor]:
         """Gradients of the differentiable inputs, empty where not needed."""
@@ -446,9 +444,9 @@ def _above(weights: Tensor, floor: Tensor, scale: Tensor) -> tuple[Tensor, Tenso
 
 
 def _solve(weights: Tensor, floor: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """The scale with which max(scale * weights, floor) sums to one over visible keys, and what _above gives for it."""
-    # A floor of 1 / seen, up to rounding, clamps all. Otherwise the scale falls from one, and the clamped keys only grow
-    # in number, until none is added.
+    """The scale with which max(scale * weights, floor) sums to one, and what _above gives for it."""
+    # A floor of 1 / seen, up to rounding, clamps all. Otherwise, from one on, the scale only falls and the set of clamped
+    # keys only grows, until it stays.
     level = floor * seen >= 1.0 - 8.0 * torch.finfo(weights.dtype).eps
     scale = torch.ones_like(weights[..., :1]).masked_fill_(level, 0.0)
     above, kept = _above(weights, floor, scale)
@@ -470,7 +468,7 @@ def _pay(above: Tensor, floor: Tensor, factors: Tensor | None, tile: _Tile) -> T
 
 
 def _outputs(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Zeros for what the forward pass returns, empty where not used. The output lies as (B, N, H, Dv), as SDPA's does."""
+    """Zeros for what the forward pass returns, empty where not used; the output lies as (B, N, H, Dv), like SDPA's."""
     this = dict(zip(_NAMES, inputs, strict=True))
     batch, heads, queries, _ = this["query"].shape
     out = this["query"].new_zeros(batch, queries, heads, this["value"].shape[-1]).transpose(1, 2)
