@@ -7,7 +7,7 @@ import zoo
 from families import build, inputs, tiny
 from small import NEUTRAL, load, plans, states
 
-from hf_fullpay import PRESETS, AttentionPlan, Band
+from hf_fullpay import PRESETS, AttentionPlan, Band, Bounded, Mixture, convert
 from hf_fullpay.hf.forward import CARRIER
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_fullpay.FullPayWarning")
@@ -109,9 +109,14 @@ def test_plans_that_cannot_be_read(family, plan, reason):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "vit"])
 def test_options_per_head_that_do_not_fit(family):
-    plan = AttentionPlan(payment=type(NEUTRAL.payment)(budget=[0.1, 0.2, 0.3]))
-    with pytest.raises(ValueError, match=r"budget: expected one number or one per head \(4\)"):
-        states(load(family, plan), **inputs(family))
+    """At load, not at the first forward; and a converted checkpoint that cannot run is never written."""
+    for part in ({"payment": Mixture(budget=[0.1, 0.2, 0.3])}, {"scores": Bounded(bound=[1.0, 2.0])}):
+        with pytest.raises(ValueError, match=r"(budget|bound): expected one number or one per head \(4\), got [23]"):
+            load(family, AttentionPlan(**part))
+        with pytest.raises(ValueError, match=r"one per head \(4\)"):
+            convert(build(family), AttentionPlan(**part))
+    fits = AttentionPlan(payment=Mixture(budget=[0.1, 0.2, 0.3, 0.4]))
+    assert states(load(family, fits), **inputs(family)).isfinite().all()
 
 
 def test_an_unknown_name_is_refused_by_transformers():

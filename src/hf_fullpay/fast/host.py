@@ -80,15 +80,15 @@ def band_attention(
     # Measured: shorter chunks waste fewer products on hidden pairs, longer ones fill the matrix units.
     size = 32 if window <= 64 else 64 if window <= 256 else 256
     before = -(-(window - 1) // size)
-    traced = torch.compiler.is_compiling()
+    exporting = torch.compiler.is_exporting()
     # Traced, one chunk would be a case of its own: never fewer than two.
-    chunks = visible.n_queries // size + 2 if traced else -(-visible.n_queries // size)
+    chunks = visible.n_queries // size + 2 if torch.compiler.is_compiling() else -(-visible.n_queries // size)
     # Key slots are shifted so that query i stands at slot before * size + i.
     front, back = before * size - offset, chunks * size + offset - visible.n_keys
 
     def windows(rows: Tensor, pieces: int) -> Tensor:
         """(B, G, (pieces + P - 1) * C, D) -> (B * P, G, pieces * C, D), the window moving by C."""
-        if traced:  # views of symbolic sizes would put conditions on the length
+        if exporting:  # views of symbolic sizes would put conditions on the length
             cut = rows.unfold(2, pieces * size, size).transpose(3, 4)
         else:  # a cheaper gradient
             rows = rows.unflatten(2, (-1, size))
@@ -107,7 +107,7 @@ def band_attention(
     own = windows(F.pad(query, (0, 0, 0, chunks * size - visible.n_queries)), 1)
     out = _sdpa(own, around(key), around(value), _open_blind_rows(mask)[0], scaling, dropout)
     out = out.unflatten(0, (query.shape[0], chunks))
-    if traced:
+    if exporting:
         place = torch.arange(visible.n_queries, device=out.device)
         out = out[:, place // size, :, place % size].permute(1, 2, 0, 3)
     else:

@@ -90,6 +90,13 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
+def _padded(rows: Tensor, front: int, back: int) -> Tensor:
+    """Rows of zeros added or, with negative numbers, rows cut off; `F.pad` copies even when there is nothing to do."""
+    if not torch.compiler.is_compiling() and front == back == 0:
+        return rows
+    return F.pad(rows, (0, 0, front, back))
+
+
 def _sees_prefix(visible: Visible) -> bool:
     """No window, or one that never cuts (not asked while exporting: lengths may not be compared there)."""
     if visible.window is None or visible.offset is None:
@@ -102,7 +109,7 @@ def _prefix_sums(value: Tensor, visible: Visible) -> Tensor:
     n, offset = visible.n_queries, visible.offset or 0
     # Padded so that the last N running sums are those of the queries.
     lead = max(-offset, 0)
-    rows = F.pad(value, (0, 0, lead, n + offset - visible.n_keys))
+    rows = _padded(value, lead, n + offset - visible.n_keys)
     return _RunningSums.apply(rows, _BLOCK, False)[:, :, offset + lead :]
 
 
@@ -117,12 +124,13 @@ def _window_sums(value: Tensor, visible: Visible) -> Tensor:
     if torch.compiler.is_exporting():
         rows = F.pad(value, (0, 0, front, n + offset - visible.n_keys))
         return rows.unfold(2, window, 1).sum(-1, dtype=_wide(value)) / _BLOCK
-    stretches = -(-n // window) + 1
+    # Compiled, one more than needed at times: the simpler expression compiles faster.
+    stretches = n // window + 2 if torch.compiler.is_compiling() else -(-n // window) + 1
     rows = F.pad(value, (0, 0, front, stretches * window - front - visible.n_keys)).unflatten(2, (stretches, window))
     block = min(window, _BLOCK)
     ends = _RunningSums.apply(rows, block, True).flatten(2, 3)[:, :, :n]
-    begins = _RunningSums.apply(F.pad(rows[..., :-1, :], (0, 0, 1, 0)), block, False).flatten(2, 3)[:, :, window : window + n]
-    return ends + begins
+    begins = _RunningSums.apply(F.pad(rows[..., :-1, :], (0, 0, 1, 0)), block, False).flatten(2, 3)
+    return ends + begins[:, :, window : window + n]
 
 
 class _RunningSums(torch.autograd.Function):
@@ -144,11 +152,11 @@ def _running_sums(rows: Tensor, block: int, from_end: bool) -> Tensor:
     Inside blocks by a product with a triangle, over the blocks by a cumulative sum.
     """
     size, wide = rows.shape[-2], _wide(rows)
-    if torch.compiler.is_exporting():  # views of symbolic sizes would put conditions on the length
+    if torch.compiler.is_compiling():  # views of symbolic sizes compile slowly and put conditions on exported lengths
         sums = rows.flip(-2).cumsum(-2, dtype=wide).flip(-2) if from_end else rows.cumsum(-2, dtype=wide)
         return sums / _BLOCK
     count = -(-size // block)
-    blocks = F.pad(rows, (0, 0, 0, count * block - size)).unflatten(-2, (count, block))
+    blocks = _padded(rows, 0, count * block - size).unflatten(-2, (count, block))
     triangle = rows.new_full((block, block), 1 / _BLOCK)
     if from_end:
         inner = triangle.triu() @ blocks

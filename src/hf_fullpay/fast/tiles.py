@@ -8,8 +8,8 @@
 Neither pass holds more than a few tiles of scores: peak memory is linear in the numbers of queries and keys.
 
 Dimensions: B batch, H query heads, G key/value heads, N queries, M keys, D head width; b, h, n, m are a tile's part of
-B, H, N, M. In matrix products a tile is (pairs, rows, m): a pair is a batch entry and a key head, and its rows are the n
-queries of each of the H // G query heads that share the key head.
+B, H, N, M. In matrix products a tile is (pairs, rows, m): a pair is a batch entry and a key head, and its rows are the
+n queries of each of the H // G query heads that share the key head.
 """
 
 from __future__ import annotations
@@ -164,8 +164,8 @@ class _Pass:
         self.work = torch.promote_types(self.dtype, torch.float32)
         # Both passes visit the tiles in the same order, and so draw the same numbers.
         self.generator = None if seed is None else torch.Generator(self.query.device).manual_seed(int(seed))
-        # y = rate * (scores - centre) is squashed to z = gain * tanh(y); or to z = gain * sigmoid(y) with twice the rate
-        # and gain, which softmax cannot tell apart. The sigmoid is several times faster, but inaccurate near zero.
+        # y = rate * (scores - centre) is squashed to z = gain * tanh(y), or to z = gain * sigmoid(y) with twice the
+        # rate and gain: softmax cannot tell them apart. The sigmoid is far faster, but less accurate near zero.
         self.rate = self.gain = torch.ones(1, 1, 1, 1, dtype=self.work, device=self.query.device)
         self.stretch = 1.0
         if self.amplitude is not None:
@@ -220,7 +220,9 @@ class _Pass:
             # Masks are slow: cut the columns such that only those at the edges of a triangle or band get one.
             cuts = {low, high}
             if visible.offset is not None:
-                edges = start + visible.offset + 1, stop + visible.offset - (visible.window or visible.n_keys + stop)
+                edges = [start + visible.offset + 1]
+                if visible.window is not None:
+                    edges.append(stop + visible.offset - visible.window)
                 cuts |= {min(max(edge, low), high) for edge in edges}
             limits, seen = [], torch.zeros_like(self.rate[:1, :1, :1])
             for left, right in pairwise(sorted(cuts)):
@@ -445,9 +447,9 @@ def _above(weights: Tensor, floor: Tensor, scale: Tensor) -> tuple[Tensor, Tenso
 
 def _solve(weights: Tensor, floor: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
     """The scale with which max(scale * weights, floor) sums to one, and what _above gives for it."""
-    # A floor of 1 / seen, up to rounding, clamps all. Otherwise, from one on, the scale only falls and the set of clamped
-    # keys only grows, until it stays.
-    level = floor * seen >= 1.0 - 8.0 * torch.finfo(weights.dtype).eps
+    # A floor of 1 / seen, up to rounding, clamps all. Otherwise the scale falls from one and the set of clamped keys
+    # grows, until it stays.
+    level = floor * seen >= 1.0 - 4.0 * torch.finfo(weights.dtype).eps
     scale = torch.ones_like(weights[..., :1]).masked_fill_(level, 0.0)
     above, kept = _above(weights, floor, scale)
     while True:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -49,6 +50,7 @@ def bind(model: PreTrainedModel, *, again: bool = False) -> None:
     plans, warned = plan.for_layers(total), set[int]()
     for (path, module), index in zip(unbound, indices, strict=True):
         _refuse_needs(label, path, module, plans[index])
+        _check_heads(label, module, model.config, plans[index])
         setattr(module, BINDING, Layer(name, plans[index], index, total, label, warned))
 
 
@@ -142,6 +144,17 @@ def _refuse_needs(label: str, path: str, module: nn.Module, plan: AttentionPlan)
             f"{label}: a band has no meaning in the cross-attention of {type(module).__name__}, whose queries and keys "
             "are different sequences. Use a plan with reach=Full(), for example the preset 'fullpay' or 'bounded'."
         )
+
+
+def _check_heads(label: str, module: nn.Module, config: Any, plan: AttentionPlan) -> None:
+    """Refuse options per head that do not fit."""
+    # An encoder-decoder may have another number of heads in each stack: its modules know.
+    owners = ((module, "num_heads"), (module, "num_attention_heads"), (config, "num_attention_heads"))
+    heads = next((found for owner, name in owners if isinstance(found := getattr(owner, name, None), int)), None)
+    for part in (plan.scores, plan.payment):
+        for option, value in vars(part).items():
+            if heads is not None and isinstance(value, tuple) and len(value) != heads:
+                raise ValueError(f"{label}: {option}: expected one number or one per head ({heads}), got {len(value)}.")
 
 
 def _layer_indices(model: nn.Module, paths: list[str]) -> list[int]:

@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"hf-fullpay {options.command}: expected readable weights, got a damaged file: {error}", file=sys.stderr)
         return 2
     except (ValueError, OSError, ImportError) as error:
-        print(f"hf-fullpay {options.command}: {error}", file=sys.stderr)
+        print(f"hf-fullpay {options.command}: {str(error).removeprefix('convert: ')}", file=sys.stderr)
         return 2
 
 
@@ -71,12 +71,17 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
             for field in dataclasses.fields(part):
                 names.setdefault(field.name, []).append(preset)
     group = parser.add_argument_group("options of the presets")
+    absent = argparse.SUPPRESS  # null is a value too
     for name, presets in names.items():
-        group.add_argument(
-            f"--{name.replace('_', '-')}", dest=f"option_{name}", metavar="VALUE", type=_value, help=", ".join(presets)
-        )
-    group.add_argument("--gate", dest="option_gate", nargs="?", const=True, type=_value, help="learned output gate")
-    group.add_argument("--layers", dest="option_layers", type=_value, help='"all", "all_but_last", "from:6", "[6, 7]"')
+        flag, hint = f"--{name.replace('_', '-')}", ", ".join(presets)
+        group.add_argument(flag, dest=f"option_{name}", metavar="VALUE", type=_value, default=absent, help=hint)
+    group.add_argument(
+        "--gate", dest="option_gate", action=argparse.BooleanOptionalAction, default=absent, help="learned output gate"
+    )
+    group.add_argument(
+        "--layers", dest="option_layers", metavar="LAYERS", type=_value, default=absent,
+        help='"all", "all_but_last", "from:6", "[6, 7]"',
+    )  # fmt: skip
 
 
 def _value(text: str) -> Any:
@@ -121,7 +126,14 @@ def _convert(options: argparse.Namespace) -> int:
             raise ValueError(
                 f"--task: expected a task such as sequence-classification or causal-lm, got {options.task!r}."
             )
-        source = getattr(transformers, auto).from_pretrained(options.source)
+        try:
+            source = getattr(transformers, auto).from_pretrained(options.source)
+        except ValueError as error:
+            if not str(error).startswith("Unrecognized configuration class"):
+                raise
+            # Transformers would list every model that there is.
+            kind = transformers.AutoConfig.from_pretrained(options.source).model_type
+            raise ValueError(f"--task: expected a task of {kind!r} models, got {options.task!r}.") from error
     model = convert(source, plan)
     target.parent.mkdir(parents=True, exist_ok=True)
     # Written beside the target and renamed: a failure in the middle leaves nothing half done.
@@ -146,17 +158,14 @@ def _check_source(source: str) -> None:
 
 
 def _plan(options: argparse.Namespace) -> AttentionPlan:
-    changes = {
-        name.removeprefix("option_"): value
-        for name, value in vars(options).items()
-        if name.startswith("option_") and value is not None
-    }
+    given = vars(options).items()
+    changes = {name.removeprefix("option_"): value for name, value in given if name.startswith("option_")}
     if options.plan is None:
         return with_options(PRESETS[options.attention], changes)
     try:
         written = json.loads(options.plan.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--plan: expected JSON in {options.plan}, got {error}.") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--plan: expected a file of JSON, got {options.plan}: {error}.") from error
     return with_options(AttentionPlan.from_dict(written), changes)
 
 
@@ -165,13 +174,24 @@ def _save_preprocessors(source: str, folder: Path) -> list[str]:
     from transformers import AutoImageProcessor, AutoTokenizer
 
     saved = []
-    for word, loader in (("tokenizer", AutoTokenizer), ("image processor", AutoImageProcessor)):
-        try:
+    for word, loader, files in (
+        ("tokenizer", AutoTokenizer, ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.txt")),
+        ("image processor", AutoImageProcessor, ("preprocessor_config.json",)),
+    ):
+        # Without a file AutoTokenizer would make up a tokenizer that knows no word.
+        if any(_has(source, file) for file in files):
             loader.from_pretrained(source).save_pretrained(folder)
             saved.append(word)
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # the source has none
     return saved
+
+
+def _has(source: str, file: str) -> bool:
+    from transformers.utils import cached_file
+
+    try:
+        return cached_file(source, file) is not None
+    except OSError:
+        return False
 
 
 def _inspect(options: argparse.Namespace) -> int:

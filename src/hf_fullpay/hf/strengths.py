@@ -98,14 +98,7 @@ class Strengths(nn.Module):
 
 def strengths_of(plan: AttentionPlan, heads: int, hidden: int) -> Strengths | None:
     """The module a layer needs, or None where nothing is learned (an unused parameter stops DDP)."""
-    if not plan.is_learnable:
-        return None
-    for option in ("budget", "alpha"):
-        for part in (plan.payment, plan.scores):
-            value = getattr(part, option, None)
-            if isinstance(value, tuple) and len(value) != heads:
-                raise ValueError(f"{option}: expected one number or one per head ({heads}), got {len(value)}.")
-    return Strengths(plan, heads, hidden)
+    return Strengths(plan, heads, hidden) if plan.is_learnable else None
 
 
 def no_decay_parameters(model: nn.Module) -> list[str]:
