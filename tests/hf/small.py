@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,14 +47,26 @@ def plans(model: PreTrainedModel) -> list[AttentionPlan]:
     return [layer.plan for _, _, layer in layers_of(model)]
 
 
+@dataclass
+class Call:
+    """What an attention function was given, and gave."""
+
+    module: torch.nn.Module
+    tensors: tuple[Tensor, Tensor, Tensor]
+    mask: Tensor | None
+    options: dict[str, Any]
+    output: Tensor
+
+
 @contextmanager
 def watched(name: str):
-    """Record the calls of an attention function: (module, mask, keywords) of each."""
+    """Record the calls of an attention function."""
     stock, calls = AttentionInterface()[name], []
 
     def spy(module, query, key, value, attention_mask, **options):
-        calls.append((module, attention_mask, options))
-        return stock(module, query, key, value, attention_mask, **options)
+        output, weights = stock(module, query, key, value, attention_mask, **options)
+        calls.append(Call(module, (query, key, value), attention_mask, options, output))
+        return output, weights
 
     AttentionInterface.register(name, spy)
     try:

@@ -95,7 +95,9 @@ def test_nothing_leaks_inside_a_cached_chunk(family, name):
     assert not gradient[:, 1:].any()
 
 
-@pytest.mark.parametrize("plan", [AttentionPlan(Band(3)), AttentionPlan(Band(3), payment=Mixture(), layers=[1]), "bounded_fullpay"])
+@pytest.mark.parametrize(
+    "plan", [AttentionPlan(Band(3)), AttentionPlan(Band(3), payment=Mixture(), layers=[1]), "bounded_fullpay"]
+)
 @pytest.mark.parametrize("cache", CACHES)
 def test_layers_with_caches_of_different_length(plan, cache):
     """O23: one layer keeps everything, the other a window of its own, and our band cuts through both."""
@@ -123,11 +125,17 @@ def test_the_window_counts_the_token_itself(n, path):
     }.get(path, {})
     found = {}
     for attention in ("sdpa", AttentionPlan(Band(n)), AttentionPlan(Band(n - 1))):
-        model = build("llama", "sdpa", head=False, num_hidden_layers=1) if attention == "sdpa" else load("llama", attention, num_hidden_layers=1)
+        model = (
+            build("llama", "sdpa", head=False, num_hidden_layers=1)
+            if attention == "sdpa"
+            else load("llama", attention, num_hidden_layers=1)
+        )
         if path == "steps":
             found[attention] = in_pieces(model, DynamicCache(config=model.config), [n - 2, 1, 1], ids)
         else:
-            found[attention] = states(model, input_ids=ids, use_cache=False, **extra if attention != "sdpa" or path != "weights" else {})
+            found[attention] = states(
+                model, input_ids=ids, use_cache=False, **extra if attention != "sdpa" or path != "weights" else {}
+            )
     causal, all_, but_one = found.values()
     first = 1 if path == "padding" else 0  # the state of a pad has no meaning
     close(all_[:, first:], causal[:, first:], 1e-5)

@@ -35,7 +35,9 @@ def reached(model, **extra):
         output = model(inputs_embeds=leaf, use_cache=False, **extra)[0]
         tokens = lambda g: g.abs().sum((0, 2))  # noqa: E731
     probe = torch.randn(output.shape[-1])
-    rows = [torch.autograd.grad((output[0, i] * probe).sum(), leaf, retain_graph=True)[0] for i in range(output.shape[1])]
+    rows = [
+        torch.autograd.grad((output[0, i] * probe).sum(), leaf, retain_graph=True)[0] for i in range(output.shape[1])
+    ]
     return torch.stack([tokens(row) for row in rows]) != 0
 
 
@@ -53,7 +55,11 @@ def test_no_future(family, name):
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
 @pytest.mark.parametrize("size", [1, 3, 8])
 def test_a_band_of_one_layer_is_its_window(family, size):
-    seen = reached(load(family, AttentionPlan(reach=Band(size)), num_hidden_layers=1) if family != "gpt2" else load(family, AttentionPlan(reach=Band(size)), n_layer=1))
+    seen = reached(
+        load(family, AttentionPlan(reach=Band(size)), num_hidden_layers=1)
+        if family != "gpt2"
+        else load(family, AttentionPlan(reach=Band(size)), n_layer=1)
+    )
     assert torch.equal(seen, torch.ones(N, N, dtype=torch.bool).tril().triu(1 - size))
 
 
@@ -67,7 +73,7 @@ def test_encoders_see_everything(family, name):
 @pytest.mark.parametrize("name", [name for name, plan in PRESETS.items() if isinstance(plan.payment, Budget)])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "vit"])
 def test_a_floor_keeps_the_way_open_where_softmax_closes_it(family, name):
-    """Scores so large that softmax sends nothing to most keys: their gradient is zero under SDPA, never with a floor."""
+    """Scores so large that softmax sends nothing to most keys: no gradient under SDPA, always one with a floor."""
     models = [build(family, head=False), load(family, name)]
     with torch.no_grad():
         for model in models:
@@ -140,12 +146,21 @@ def test_images_that_are_not_square(name, size, tokens):
     output = states(load("vit", name), pixel_values=pixels, interpolate_pos_encoding=True)
     assert output.shape == (2, tokens, 32)
     assert output.isfinite().all()
-    neutral = states(load("vit", AttentionPlan(payment=Mixture(budget=0.0))), pixel_values=pixels, interpolate_pos_encoding=True)
+    neutral = states(
+        load("vit", AttentionPlan(payment=Mixture(budget=0.0))), pixel_values=pixels, interpolate_pos_encoding=True
+    )
     stock = states(build("vit", head=False), pixel_values=pixels, interpolate_pos_encoding=True)
     torch.testing.assert_close(neutral, stock, rtol=0, atol=1e-5)
-    assert short(name).is_vanilla or PRESETS[name].describe().startswith("DynamicScale") or (output - stock).abs().max() > 1e-3
+    assert (
+        short(name).is_vanilla
+        or PRESETS[name].describe().startswith("DynamicScale")
+        or (output - stock).abs().max() > 1e-3
+    )
 
 
 def test_the_families_are_what_their_configs_say():
     """A guard of this file: two decoders, two encoders."""
-    assert [bool(getattr(tiny(family).config, "is_decoder", False) or family in CAUSAL) for family in ("llama", "gpt2", "bert", "vit")] == [True, True, False, False]
+    assert [
+        bool(getattr(tiny(family).config, "is_decoder", False) or family in CAUSAL)
+        for family in ("llama", "gpt2", "bert", "vit")
+    ] == [True, True, False, False]

@@ -1,4 +1,4 @@
-"""Checkpoints: the same bits, name and logits after a round trip; anything wrong is said, never filled up in silence."""
+"""Checkpoints: the same bits, name and logits after a round trip; what is wrong is said, never filled up in silence."""
 
 import json
 from dataclasses import replace
@@ -16,7 +16,12 @@ from hf_fullpay.hf.models import stock_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_fullpay.FullPayWarning")
 BASES = {"bert": "FullPayBertModel", "vit": "FullPayViTModel", "gpt2": "FullPayGPT2Model", "llama": "FullPayLlamaModel"}
-HEADS = {"bert": "FullPayBertForTokenClassification", "vit": "FullPayViTForImageClassification", "gpt2": "FullPayGPT2LMHeadModel", "llama": "FullPayLlamaForSequenceClassification"}  # fmt: skip
+HEADS = {
+    "bert": "FullPayBertForTokenClassification",
+    "vit": "FullPayViTForImageClassification",
+    "gpt2": "FullPayGPT2LMHeadModel",
+    "llama": "FullPayLlamaForSequenceClassification",
+}
 
 
 def close(one, other):
@@ -117,7 +122,11 @@ def test_strengths_missing_from_a_checkpoint_start_anew(family, tmp_path):
         folder = tmp_path / name
         learn(convert(stock(name), LEARNABLE["all"])).save_pretrained(folder)
         tensors = load_file(folder / "model.safetensors")
-        save_file({path: v for path, v in tensors.items() if "alpha" not in path}, folder / "model.safetensors", {"format": "pt"})
+        save_file(
+            {path: v for path, v in tensors.items() if "alpha" not in path},
+            folder / "model.safetensors",
+            {"format": "pt"},
+        )
         model = auto(name).from_pretrained(folder)
         numbers = learned(model)
         assert all(bool(p.any()) == ("alpha" not in path) for path, p in numbers.items())
@@ -146,7 +155,13 @@ def test_strengths_stay_in_single_precision(family, dtype, tmp_path):
 def test_what_a_config_says(name, tmp_path):
     """Strict JSON, the plan, the name, a model type of its own, and the way to the code."""
     kind = CONFIGS[name]
-    plan = AttentionPlan(Band(7), Bounded(bound=[1.0, float("inf")]), Mixture(floor=None), gate=True, layers={"0": "vanilla", "1-": "all"})
+    plan = AttentionPlan(
+        Band(7),
+        Bounded(bound=[1.0, float("inf")]),
+        Mixture(floor=None),
+        gate=True,
+        layers={"0": "vanilla", "1-": "all"},
+    )
     config = kind(fullpay=plan.to_dict())
     config.save_pretrained(tmp_path)
     text = (tmp_path / "config.json").read_text()

@@ -76,7 +76,13 @@ def test_gradients_through_a_compiled_model(family):
 
 @pytest.mark.parametrize(
     ("family", "name"),
-    [("llama", "fullpay"), ("llama", "fullpay_band"), ("llama", "bounded_fullpay"), ("llama", "fullpay_clamp"), ("gpt2", "fullpay_band")],
+    [
+        ("llama", "fullpay"),
+        ("llama", "fullpay_band"),
+        ("llama", "bounded_fullpay"),
+        ("llama", "fullpay_clamp"),
+        ("gpt2", "fullpay_band"),
+    ],
 )
 def test_decoding_compiled_with_a_static_cache(family, name):
     """One graph for the prompt, one for all steps."""

@@ -16,7 +16,12 @@ from hf_fullpay.hf.forward import CARRIER
 from hf_fullpay.hf.models import stock_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_fullpay.FullPayWarning")
-CONVERTIBLE = {"llama": "FullPayLlamaForCausalLM", "gpt2": "FullPayGPT2LMHeadModel", "bert": "FullPayBertForSequenceClassification", "vit": "FullPayViTForImageClassification"}  # fmt: skip
+CONVERTIBLE = {
+    "llama": "FullPayLlamaForCausalLM",
+    "gpt2": "FullPayGPT2LMHeadModel",
+    "bert": "FullPayBertForSequenceClassification",
+    "vit": "FullPayViTForImageClassification",
+}
 
 
 def test_every_family_has_its_classes():
@@ -53,7 +58,9 @@ def test_every_class_there_and_back(name):
 def test_presets_give_the_same_by_name_and_converted(family, name):
     original, given = stock(CONVERTIBLE[family]), inputs(family)
     by_plan = convert(original, short(name))
-    torch.testing.assert_close(states(by_plan, **given), states(load(family, name, head=True), **given), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        states(by_plan, **given), states(load(family, name, head=True), **given), rtol=0, atol=1e-5
+    )
     by_name = convert(original, name)
     assert by_name.config._attn_implementation == name
     assert plans(by_name) == [PRESETS[name]] * 2
@@ -66,7 +73,9 @@ def test_learned_numbers_start_where_the_plan_says_and_matter(family, what):
     plan, given = LEARNABLE[what], inputs(family)
     model = convert(build(family, head=False), plan)
     numbers = learned(model)
-    assert len(numbers) == 2 * (2 * plan.gate + plan.payment.__dict__.get("learnable", False) + hasattr(plan.scores, "alpha"))
+    assert len(numbers) == 2 * (
+        2 * plan.gate + plan.payment.__dict__.get("learnable", False) + hasattr(plan.scores, "alpha")
+    )
     for parameter in numbers.values():
         assert parameter.dtype == torch.float32
         assert parameter.requires_grad
@@ -115,7 +124,9 @@ def test_what_else_a_model_carries_is_kept(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
+)
 def test_copies(family, copied):
     model, given = learn(convert(stock(CONVERTIBLE[family]), LEARNABLE["all"])), inputs(family)
     output, twin = states(model, **given), copied(model)
@@ -149,7 +160,9 @@ def test_a_converted_model_switches_live(family):
 
 
 def test_refusals():
-    roberta = RobertaModel(RobertaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64))
+    roberta = RobertaModel(
+        RobertaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64)
+    )
     with pytest.raises(ValueError, match=r"expected one of .*BertModel.*got RobertaModel.*attn_implementation"):
         convert(roberta, "fullpay")
     with pytest.raises(ValueError, match=r"expected a FullPay model, got RobertaModel"):

@@ -70,7 +70,10 @@ def test_vanilla_layers_equal_sdpa(family, layers, chosen):
     for block, (args, kwargs, ours), active in zip(blocks(stock), kept, chosen, strict=True):
         # Our own mask says "causal" in one number; SDPA wants none for that, but GPT-2 passes it by position.
         args = [None if isinstance(a, torch.Tensor) and a.ndim == 0 else a for a in args]
-        kwargs = {key: None if key in ("attention_mask", "cache", "past_key_values") else value for key, value in kwargs.items()}
+        kwargs = {
+            key: None if key in ("attention_mask", "cache", "past_key_values") else value
+            for key, value in kwargs.items()
+        }
         with torch.no_grad():
             theirs = block(*args, **kwargs)
         one, other = (out[0] if isinstance(out, tuple) else out for out in (ours, theirs))
@@ -111,5 +114,7 @@ def test_cross_attention_layers_follow_their_block():
     result = model(**given, output_attentions=True)
     assert result.cross_attentions[0].min() < 0.05 < 0.5 / 5 <= result.cross_attentions[1].min() + 1e-6
     stock = build("gpt2", "sdpa", head=False, add_cross_attention=True, scale_attn_by_inverse_layer_idx=True)
-    vanilla = load("gpt2", AttentionPlan(payment=STRONG, layers=[]), add_cross_attention=True, scale_attn_by_inverse_layer_idx=True)
+    vanilla = load(
+        "gpt2", AttentionPlan(payment=STRONG, layers=[]), add_cross_attention=True, scale_attn_by_inverse_layer_idx=True
+    )
     torch.testing.assert_close(states(vanilla, **given), states(stock, **given), rtol=0, atol=1e-5)

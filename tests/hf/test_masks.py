@@ -3,7 +3,7 @@
 import pytest
 import torch
 from families import TEXT, inputs
-from small import EVERYWHERE, ON_TEXT, load, short, states
+from small import ON_TEXT, load, states
 
 from hf_fullpay import PRESETS
 
@@ -70,16 +70,21 @@ def test_masks_that_do_not_fit_are_refused(family):
         states(model, **given, attention_mask=torch.ones(2, 3, 9, 9, dtype=torch.bool))
     with pytest.raises(ValueError, match="expected"):
         states(model, **given, attention_mask=torch.ones(2, 1, 9, 9, dtype=torch.long))
+    for tokens in (8, 10):
+        mask = torch.ones(2, tokens).index_fill(1, torch.tensor([0]), 0)
+        with pytest.raises(ValueError, match="expected"):
+            states(model, **given, attention_mask=mask)
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_bias_is_added_and_learns(name):
     """Moderate numbers in a mask are scores, not hidden keys, and their gradient comes back."""
-    model, given = load("bert", name), inputs("bert")
-    bias = (torch.randn(1, 4, 9, 9) * 2).requires_grad_()
+    model, given = load("bert", name).double(), inputs("bert")
+    bias = (torch.randn(1, 4, 9, 9) * 2).double().requires_grad_()
     output = model(**given, attention_mask=bias)[0]
     assert (output - states(model, **given)).abs().max() > 1e-3
-    (gradient,) = torch.autograd.grad(output.square().sum(), bias)
-    step = 1e-2 * gradient / gradient.norm()
-    rise = sum(sign * states(model, **given, attention_mask=bias.detach() + sign * step).double().square().sum() for sign in (1, -1))
-    assert rise / 2 == pytest.approx(float(gradient.norm()) * 1e-2, rel=0.05)
+    probe = torch.randn_like(output)
+    (gradient,) = torch.autograd.grad((output * probe).sum(), bias)
+    step = 1e-4 * gradient / gradient.norm()
+    ends = [(states(model, **given, attention_mask=bias.detach() + sign * step) * probe).sum() for sign in (1, -1)]
+    assert float(ends[0] - ends[1]) / 2e-4 == pytest.approx(float(gradient.norm()), rel=1e-3)

@@ -131,8 +131,13 @@ def composite(kind):
 @pytest.mark.parametrize("kind", ["image", "text"])
 @pytest.mark.parametrize(
     "names",
-    ["fullpay", {"encoder": "fullpay", "decoder": "sdpa"}, {"": "sdpa", "decoder": "bounded"}, {"encoder": "band_causal", "decoder": "fullpay"}],
-)  # fmt: skip
+    [
+        "fullpay",
+        {"encoder": "fullpay", "decoder": "sdpa"},
+        {"": "sdpa", "decoder": "bounded"},
+        {"encoder": "band_causal", "decoder": "fullpay"},
+    ],
+)
 def test_parts_of_a_composite_model(kind, names, tmp_path):
     """O02: every part runs the name asked for, at every door, and no other."""
     config, whole, given = composite(kind)

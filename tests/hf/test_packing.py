@@ -29,7 +29,9 @@ def test_restarting_positions_separate(family, name, training):
     ids = inputs(family, batch=2, length=sum(SIZES))["input_ids"]
     packed = states(model, input_ids=ids, position_ids=PLACES.expand(2, -1), use_cache=False)
     close(packed, separate(model, ids))
-    as_one = states(model, input_ids=ids, position_ids=PLACES.expand(2, -1), attention_mask=torch.ones_like(ids), use_cache=False)
+    as_one = states(
+        model, input_ids=ids, position_ids=PLACES.expand(2, -1), attention_mask=torch.ones_like(ids), use_cache=False
+    )
     assert (as_one - packed)[:, SIZES[0] :].abs().max() > 1e-2
 
 

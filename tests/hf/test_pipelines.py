@@ -11,7 +11,23 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from hf_fullpay import PRESETS, convert
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_fullpay.FullPayWarning")
-WORDS = "the cat sat on a mat while rain fell over some quiet town and nobody came".split()
+WORDS = [
+    "the",
+    "cat",
+    "sat",
+    "on",
+    "a",
+    "mat",
+    "while",
+    "rain",
+    "fell",
+    "over",
+    "some",
+    "quiet",
+    "town",
+    "and",
+    "nobody",
+]
 
 
 @pytest.fixture
@@ -43,7 +59,7 @@ def test_texts_of_different_length(preset, under, tokenizer):
     """Batched, so padded, as one by one."""
     model = under(t.BertForSequenceClassification, "bert", preset)
     pipe = t.pipeline("text-classification", model=model, tokenizer=tokenizer, device="cpu", top_k=None)
-    texts = ["the cat sat", "rain fell over some quiet town and nobody came", "a"]
+    texts = ["the cat sat", "rain fell over some quiet town and nobody", "a"]
     batched, alone = pipe(texts, batch_size=3), [pipe(text)[0] for text in texts]
     for one, other in zip(batched, alone, strict=True):
         scores = [{entry["label"]: entry["score"] for entry in result} for result in (one, other)]

@@ -22,7 +22,7 @@ def says(error, *words):
 
 @pytest.mark.parametrize("name", zoo.REFUSED)
 @pytest.mark.parametrize("attention", PRESETS)
-def test_models_that_we_cannot_serve(name, attention, tmp_path):
+def test_models_that_we_cannot_serve(name, attention):
     kind, _, reason = zoo.REFUSED[name]
     stem = kind.removesuffix("Model")
     with pytest.raises(ValueError, match=TO_DO) as error:
@@ -76,7 +76,9 @@ def test_cross_attention_sees_every_key(name):
     for attention in ("fullpay", "bounded", "fullpay_clamp"):
         model = with_cross_attention(attention, name)
         whole = states(model, **given, encoder_attention_mask=mask)
-        cut = states(model, input_ids=given["input_ids"][:1], encoder_hidden_states=given["encoder_hidden_states"][:1, :3])
+        cut = states(
+            model, input_ids=given["input_ids"][:1], encoder_hidden_states=given["encoder_hidden_states"][:1, :3]
+        )
         torch.testing.assert_close(whole[:1], cut, rtol=0, atol=2e-4)
         assert (states(model, **given)[0] - whole[0]).abs().max() > 1e-3
     stock = states(with_cross_attention("sdpa", name), **given, encoder_attention_mask=mask)
@@ -101,7 +103,9 @@ def test_a_name_without_its_plan(family):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "vit"])
-@pytest.mark.parametrize(("plan", "reason"), [({"version": 99}, "newer hf-fullpay"), ("fullpay", "a dict"), ({"reech": 1}, "reech")])
+@pytest.mark.parametrize(
+    ("plan", "reason"), [({"version": 99}, "newer hf-fullpay"), ("fullpay", "a dict"), ({"reech": 1}, "reech")]
+)
 def test_plans_that_cannot_be_read(family, plan, reason):
     with pytest.raises(ValueError, match=reason):
         build(family, CARRIER, fullpay=plan)

@@ -14,7 +14,12 @@ from hf_fullpay import MODELS, convert
 from hf_fullpay.hf.checkpoints import SHIM, auto_class_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_fullpay.FullPayWarning")
-NAMES = ("FullPayBertForSequenceClassification", "FullPayViTForImageClassification", "FullPayGPT2LMHeadModel", "FullPayLlamaForCausalLM")  # fmt: skip
+NAMES = (
+    "FullPayBertForSequenceClassification",
+    "FullPayViTForImageClassification",
+    "FullPayGPT2LMHeadModel",
+    "FullPayLlamaForCausalLM",
+)
 
 WITHOUT = """
 import json, sys, warnings

@@ -39,7 +39,13 @@ class Samples(torch.utils.data.Dataset):
 
 def trainer(model, folder, family="llama", **options):
     samples = Samples(family)
-    options = {"max_steps": 6, "save_steps": 3, "logging_steps": 1, "learning_rate": 1e-2, "weight_decay": 0.1} | options
+    options = {
+        "max_steps": 6,
+        "save_steps": 3,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "weight_decay": 0.1,
+    } | options
     arguments = TrainingArguments(
         folder, per_device_train_batch_size=2, use_cpu=True, report_to="none", disable_tqdm=True, seed=3, **options
     )
@@ -93,13 +99,17 @@ def test_steps_without_a_gradient_change_nothing(tmp_path):
     for _ in range(200):
         run.optimizer.step()
     assert equal(before, learned(model))
-    assert (model.bert.encoder.layer[0].attention.self.query.weight - build("bert").bert.encoder.layer[0].attention.self.query.weight).any()
+    assert (
+        model.bert.encoder.layer[0].attention.self.query.weight
+        - build("bert").bert.encoder.layer[0].attention.self.query.weight
+    ).any()
 
 
 def adapted(family, plan, **options):
     """A converted model with LoRA, every trainable number moved."""
     model = convert(build(family), plan)
-    config = LoraConfig(r=2, target_modules=TARGETS[family], modules_to_save=["fullpay"], **options)
+    options = {"modules_to_save": ["fullpay"], "fan_in_fan_out": family == "gpt2"} | options
+    config = LoraConfig(r=2, target_modules=TARGETS[family], **options)
     wrapped = get_peft_model(model, config).eval()
     with torch.no_grad():
         for path, parameter in wrapped.named_parameters():
@@ -140,14 +150,18 @@ def test_an_adapter_finds_its_base(tmp_path):
     base = convert(build("llama"), LEARNABLE["budget"])
     base.save_pretrained(tmp_path / "base")
     loaded = type(base).from_pretrained(tmp_path / "base")
-    wrapped = get_peft_model(loaded, LoraConfig(r=2, target_modules=TARGETS["llama"], modules_to_save=["fullpay"], task_type="CAUSAL_LM")).eval()  # fmt: skip
+    options = {"target_modules": TARGETS["llama"], "modules_to_save": ["fullpay"], "task_type": "CAUSAL_LM"}
+    wrapped = get_peft_model(loaded, LoraConfig(r=2, **options)).eval()
     with torch.no_grad():
         for parameter in wrapped.parameters():
             if parameter.requires_grad:
                 parameter.normal_(std=0.3)
     wrapped.save_pretrained(tmp_path / "adapter")
     output, given = states(wrapped, **inputs("llama")), inputs("llama")
-    for again in (AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter"), t.AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")):
+    for again in (
+        AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter"),
+        t.AutoModelForCausalLM.from_pretrained(tmp_path / "adapter"),
+    ):
         torch.testing.assert_close(states(again.eval(), **given), output, rtol=0, atol=1e-6)
 
 

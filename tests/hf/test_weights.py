@@ -58,7 +58,9 @@ def test_weights_keep_the_promises(family, name, left):
 def test_vanilla_weights_equal_eager(family):
     given = inputs(family, left=3)
     eager = build(family, "eager", head=False)(**given, output_attentions=True).attentions
-    ours = load(family, AttentionPlan(payment=Mixture(budget=0.9), layers=[]))(**given, output_attentions=True).attentions
+    ours = load(family, AttentionPlan(payment=Mixture(budget=0.9), layers=[]))(
+        **given, output_attentions=True
+    ).attentions
     for one, other in zip(eager, ours, strict=True):
         seen = allowed(family, given).any(-1).expand(2, 4, -1)  # eager spreads the rows of pads evenly
         torch.testing.assert_close(one[seen], other[seen], rtol=0, atol=1e-5)

@@ -32,8 +32,8 @@ def real(given, output):
 
 @pytest.mark.parametrize("name", zoo.ROUTING)
 def test_neutral_equals_eager(name):
-    """With a causal flag by argument and no mask (CLIP text), learned biases (T5, BEiT), sliding windows, and no is_causal
-    at all (Splinter)."""
+    """Also causal by argument without a mask (CLIP text), with learned biases (T5, BEiT), sliding windows, and where a
+    module does not say whether it is causal (Splinter)."""
     for pads in (0, 3):
         given = zoo.given(name, pads=pads)
         eager, neutral = states(zoo.make(name, "eager"), **given), states(carrying(name, NEUTRAL), **given)
@@ -100,7 +100,9 @@ def test_decoding_beside_an_encoder(name, preset):
     model, given = zoo.make(name, preset), zoo.given(name)
     ids = given.pop("decoder_input_ids")
     source = given.get("input_features", given.get("input_ids"))
-    encoded = BaseModelOutput(last_hidden_state=states(model.get_encoder(), **{model.get_encoder().main_input_name: source}))
+    encoded = BaseModelOutput(
+        last_hidden_state=states(model.get_encoder(), **{model.get_encoder().main_input_name: source})
+    )
     whole = states(model, encoder_outputs=encoded, decoder_input_ids=ids, use_cache=False)
     cache, found = None, []
     for start, stop in ((0, 3), (3, 4), (4, 6)):

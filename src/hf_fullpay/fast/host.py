@@ -4,7 +4,7 @@ Dimensions: B batch, H query heads, G key/value heads (G divides H; head h uses 
 D width of query and key, Dv width of value, W window of a band, C queries of a chunk, P chunks.
 
 An N x M mask is built only where the visible set is dense, where a bias meets causality, and where causality meets
-unequal lengths (off the CPU and while exporting: padding too).
+unequal lengths (off the CPU, with dropout and while exporting: padding too).
 """
 
 from __future__ import annotations

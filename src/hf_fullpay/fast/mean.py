@@ -60,10 +60,12 @@ def blend(attended: Tensor, mean: Tensor, share: Tensor) -> Tensor:
         (B, H, N, Dv) in the dtype of `attended`.
     """
     heads, groups = attended.shape[1], mean.shape[1]
+    # Expanded also because PyTorch lets a scalar tensor take the lower precision of what it multiplies.
+    share = share.expand(torch.broadcast_shapes(share.shape, (1, heads, 1, 1)))
     if heads == groups:
         return _Blend.apply(attended, mean, share)
-    share = share.expand(torch.broadcast_shapes(share.shape, (1, heads, 1, 1))).unflatten(1, (groups, -1))
-    return _Blend.apply(attended.unflatten(1, (groups, -1)), mean[:, :, None], share).flatten(1, 2)
+    grouped = attended.unflatten(1, (groups, -1))
+    return _Blend.apply(grouped, mean[:, :, None], share.unflatten(1, (groups, -1))).flatten(1, 2)
 
 
 class _Blend(torch.autograd.Function):
@@ -83,7 +85,7 @@ class _Blend(torch.autograd.Function):
             to_share = torch.sub(mean.to(wide), attended).mul_(grad).sum(-1, keepdim=True)
             to_share = to_share.sum_to_size(share.shape).to(share.dtype)
         to_mean = grad * share.to(wide)
-        return (grad - to_mean).to(grad.dtype), to_mean.sum_to_size(mean.shape).to(grad.dtype), to_share
+        return (grad - to_mean).to(grad.dtype), to_mean.sum_to_size(mean.shape).to(mean.dtype), to_share
 
 
 def _wide(x: Tensor) -> torch.dtype:

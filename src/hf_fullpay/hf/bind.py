@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
-from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel

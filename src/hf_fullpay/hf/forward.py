@@ -150,8 +150,6 @@ def _allowed(
             got = f"{keys.dtype} of shape {tuple(mask.shape)}"
             raise ValueError(f"attention_mask: expected bool of shape {(batch, n_keys)}, got {got}.")
     else:
-        # A static cache is longer than what a caller's own mask may cover.
-        mask = mask[..., :n_keys]
         dense, bias = split_mask(mask, query, n_keys)
     if (starts := options.get("cu_seq_lens_q")) is not None and queries == n_keys:
         # The rows of a batch count as laid end to end, as flash attention has it.

@@ -64,13 +64,15 @@ def compact_mask(
 
 
 def _check_padding(mask: Tensor, tokens: int | Tensor, slots: int) -> None:
-    """Refuse what Transformers would take in silence: three dimensions, and padding that ends before the newest token."""
+    """Refuse what Transformers would take in silence: three dimensions, and padding for another number of tokens."""
     if mask.ndim != 2:
         raise ValueError(
             f"attention_mask: expected (batch, tokens), or (batch, heads, queries, keys), got shape {tuple(mask.shape)}."
         )
-    # Only a static cache has slots that no token fills yet. How many it holds is a tensor, unknown while tracing.
-    if mask.shape[1] < slots and not torch.compiler.is_compiling() and mask.shape[1] < tokens:
+    if torch.compiler.is_compiling() or mask.shape[1] == slots:
+        return
+    # A static cache has slots that no token fills yet; how many are filled is a tensor.
+    if mask.shape[1] > slots or mask.shape[1] < tokens:
         raise ValueError(
             f"attention_mask: expected an entry for each of the {int(tokens)} tokens, cached ones included, "
             f"got shape {tuple(mask.shape)}."
