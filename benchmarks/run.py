@@ -3,6 +3,7 @@
     python benchmarks/run.py                      # the committed table: lengths 512, 2048, 4096; FP32 and BF16
     python benchmarks/run.py --quick              # one length, few rounds
     python benchmarks/run.py --json results.json --names fullpay bounded --lengths 2048
+    python benchmarks/run.py --memory --lengths 2048 8192      # peak memory alone
 
 A row is {name, dtype, is_causal, n, direction, ratio, iqr, peak_mib, sdpa_peak_mib, backend}: the median and the
 interquartile range of time / SDPA time of the same causality, over interleaved rounds, CPU time of one thread (wall time
@@ -60,15 +61,20 @@ def main() -> int:
                     continue
                 for row in measure(name, is_causal, dtype, n, options):
                     rows.append(row)
-                    print(
-                        f"{row['name']:<16} {dtype} n={n:<5} {'causal' if is_causal else 'full':<6} {row['direction']:<16}"
-                        f" {row['ratio']:.2f} x SDPA  (iqr {row['iqr'][0]:.2f} to {row['iqr'][1]:.2f},"
-                        f" peak {row['peak_mib']:.0f} MiB, SDPA {row['sdpa_peak_mib']:.0f})",
-                        flush=True,
-                    )
+                    print(line(row), flush=True)
     if options.json:
         options.json.write_text(json.dumps({"provenance": provenance(options), "rows": rows}, indent=1) + "\n")
     return 1 if red else 0
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row for the eye."""
+    where = f"{row['name']:<16} {row['dtype']} n={row['n']:<5} {'causal' if row['is_causal'] else 'full':<6}"
+    memory = f"peak {row['peak_mib']:.0f} MiB, SDPA {row['sdpa_peak_mib']:.0f}"
+    if "ratio" not in row:
+        return f"{where} {memory}"
+    low, high = row["iqr"]
+    return f"{where} {row['direction']:<16} {row['ratio']:.2f} x SDPA  (iqr {low:.2f} to {high:.2f}, {memory})"
 
 
 def cases(names: list[str] | None) -> list[tuple[str, bool]]:
@@ -129,13 +135,16 @@ def check(name: str, is_causal: bool, dtype: str, device: str) -> str:
 def measure(name: str, is_causal: bool, dtype: str, n: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """One row for the forward, one for forward and backward."""
     batch, heads = SHAPES.get(n, (1, 12))
+    row = {"name": name, "dtype": dtype, "is_causal": is_causal, "n": n, "shape": [batch, heads, n, 64]}
     leaves = inputs(n, dtype, options.device, batch, heads)
     probe = torch.randn_like(leaves[0])
     runs = {"ours": ours(PRESETS[name], is_causal), "sdpa": sdpa(is_causal)}
     peaks = {
         key: child_peak(options, name if key == "ours" else "sdpa", is_causal, dtype, n, batch, heads) for key in runs
     }
-    rows = []
+    rows: list[dict[str, Any]] = []
+    if options.memory:
+        return [row | {"peak_mib": peaks["ours"], "sdpa_peak_mib": peaks["sdpa"]}]
     for direction in ("forward", "forward+backward"):
         times: dict[str, list[float]] = {key: [] for key in runs}
         for round_ in range(options.rounds + 2):
@@ -152,15 +161,18 @@ def measure(name: str, is_causal: bool, dtype: str, n: int, options: argparse.Na
         ratios = [a / b for a, b in zip(times["ours"], times["sdpa"], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
         rows.append(
-            {
-                "name": name, "dtype": dtype, "is_causal": is_causal, "n": n, "shape": [batch, heads, n, 64],
-                "direction": direction, "ratio": round(middle, 3), "iqr": [round(low, 3), round(high, 3)],
+            row
+            | {
+                "direction": direction,
+                "ratio": round(middle, 3),
+                "iqr": [round(low, 3), round(high, 3)],
                 "seconds": round(statistics.median(times["ours"]), 5),
                 "sdpa_seconds": round(statistics.median(times["sdpa"]), 5),
-                "peak_mib": peaks["ours"], "sdpa_peak_mib": peaks["sdpa"],
+                "peak_mib": peaks["ours"],
+                "sdpa_peak_mib": peaks["sdpa"],
                 "backend": "torch-" + options.device,
             }
-        )  # fmt: skip
+        )
     return rows
 
 
@@ -237,6 +249,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--memory", action="store_true", help="peak memory alone, no times")
     parser.add_argument("--json", type=Path, help="write rows and provenance")
     parser.add_argument("--peak", nargs=6, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -174,11 +174,17 @@ def test_a_misspelt_part_is_refused():
     assert model.decoder.config._attn_implementation == "sdpa"
 
 
-def test_a_refused_part_leaves_the_whole_as_it_was():
+@pytest.mark.parametrize("before", ["sdpa", "bounded"])
+def test_a_refused_part_leaves_the_whole_as_it_was(before, own_name):
+    """Whichever part is refused, the first or the last."""
+    missing = own_name(AttentionPlan(payment=Mixture(), layers="from:7"))
     config, whole, given = composite("text")
     model = whole(config).eval()
-    before = states(model, **given)
-    with pytest.raises(ValueError, match="band has no meaning"):
-        model.set_attn_implementation({"encoder": "fullpay", "decoder": "band_causal"})
-    assert {model.encoder.config._attn_implementation, model.decoder.config._attn_implementation} == {"sdpa"}
-    assert torch.equal(states(model, **given), before)
+    model.set_attn_implementation(before)
+    output, told = states(model, **given), plans(model)
+    for names in ({"encoder": "fullpay", "decoder": "band_causal"}, {"encoder": missing, "decoder": "fullpay"}):
+        with pytest.raises(ValueError, match=r"band has no meaning|layers"):
+            model.set_attn_implementation(names)
+        assert {model.encoder.config._attn_implementation, model.decoder.config._attn_implementation} == {before}
+        assert plans(model) == told
+        assert torch.equal(states(model, **given), output)

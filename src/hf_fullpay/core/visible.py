@@ -100,7 +100,8 @@ class Visible:
             return self.to_dense().sum(-1, keepdim=True, dtype=torch.float32)
         if self.offset is None:
             if self.keys is None:
-                return torch.full((1, 1, 1, 1), float(self.n_keys), device=self.device)
+                # A product, since a length given to torch.full would be a constant of an exported program.
+                return torch.ones(1, 1, 1, 1, device=self.device) * self.n_keys
             return self.keys.sum(-1, dtype=torch.float32)[:, None, None, None]
         last = torch.arange(self.n_queries, device=self.device) + self.offset
         stop = (last + 1).clamp(0, self.n_keys)
