@@ -286,11 +286,8 @@ def test_the_order_is_strict_within_nine_widths():
     assert (compressed.diff() > 0).sum() >= 55
 
 
-NUMBERS = {  # the number per head of each plan that has one
-    name: part_option
-    for name, plan in PLANS.items()
-    if (part_option := ("payment", "budget") if isinstance(plan.payment, Budget) else ("scores", "bound") if isinstance(plan.scores, Bounded) else None)
-}  # fmt: skip
+NUMBERS = {name: ("scores", "bound") for name, plan in PLANS.items() if isinstance(plan.scores, Bounded)}
+NUMBERS |= {name: ("payment", "budget") for name, plan in PLANS.items() if isinstance(plan.payment, Budget)}
 
 
 @pytest.mark.parametrize("name", NUMBERS)
@@ -456,19 +453,16 @@ def test_all_mask_formats_agree(name):
     n = 9
     pairs = mask("heads", n, n)["visible"]
     query, key, value = tensors(n)
-    runs = [
-        attention(query, key, value, plan=PLANS[name], visible=visible)
-        for visible in (
-            pairs,
-            *(torch.zeros(pairs.shape, dtype=torch.float64).masked_fill(~pairs, low) for low in (-math.inf, torch.finfo(torch.float32).min, -65504.0, -1e4)),
-        )
-    ]  # fmt: skip
+    lows = (-math.inf, torch.finfo(torch.float32).min, -65504.0, -1e4)
+    additive = [torch.zeros(pairs.shape, dtype=torch.float64).masked_fill(~pairs, low) for low in lows]
+    runs = [attention(query, key, value, plan=PLANS[name], visible=visible) for visible in (pairs, *additive)]
     for run in runs[1:]:
         torch.testing.assert_close(run, runs[0], rtol=0, atol=1e-12)
-    by_head = [
-        attention(query[:, h : h + 1], key[:, h // 2 : h // 2 + 1], value[:, h // 2 : h // 2 + 1], plan=one_head(PLANS[name], h), visible=pairs[:, h : h + 1])
-        for h in range(4)
-    ]  # fmt: skip
+    by_head = []
+    for h in range(4):
+        one, group = slice(h, h + 1), slice(h // 2, h // 2 + 1)
+        arguments = {"plan": one_head(PLANS[name], h), "visible": pairs[:, one]}
+        by_head.append(attention(query[:, one], key[:, group], value[:, group], **arguments))
     torch.testing.assert_close(torch.cat(by_head, 1), runs[0], rtol=0, atol=1e-12)
 
 

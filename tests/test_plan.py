@@ -10,6 +10,9 @@ from hf_fullpay import PRESETS, AttentionPlan, Band, Bounded, Clamp, DynamicScal
 from hf_fullpay.plan import ORDINARY, with_options
 
 NAN = float("nan")
+BAD_LAYERS = ("some", "from:x", -1, [-1], [1, 1], [0.5], {}, {"a": "all"}, {"1": "x"}, None)
+MISREAD = {"x_flash_y": "flash", "my_sdpa": "sdpa", "a/b": "/", "paged|x": "paged", "flex_attention_x": "flex"}
+NO_NAMES = {"": "word", 3: "word", "two words": "word", "eager": "eager", "fullpay": "preset"}
 
 
 @pytest.mark.parametrize(
@@ -35,7 +38,7 @@ NAN = float("nan")
         (lambda: AttentionPlan(scores="bounded"), "scores"),
         (lambda: AttentionPlan(payment=None), "payment"),
         (lambda: AttentionPlan(gate="yes"), "gate"),
-        *[(lambda v=v: AttentionPlan(layers=v), "layers") for v in ("some", "from:x", -1, [-1], [1, 1], [0.5], {}, {"a": "all"}, {"1": "x"}, None)],
+        *[(lambda v=v: AttentionPlan(layers=v), "layers") for v in BAD_LAYERS],
     ],
 )  # fmt: skip
 def test_bad_options_are_named(make, option):
@@ -74,7 +77,8 @@ def test_layers_that_the_model_does_not_have(layers):
         AttentionPlan(),
         AttentionPlan(Full(), Bounded(bound=[1.0, math.inf], centre="median", temperature=0.5, slope="rescale"), Softmax()),
         AttentionPlan(Band(3), DynamicScale(alpha=(0.0, 1.0), max_scale=3.0), Clamp(floor=None, budget=[0.1, 0.2])),
-        AttentionPlan(payment=Mixture(signed=True, budget=-0.2, learnable=True), gate=True, layers={"0": "all", "1-": "vanilla"}),
+        AttentionPlan(payment=Mixture(signed=True, budget=-0.2, learnable=True), layers={"0": "all", "1-": "vanilla"}),
+        AttentionPlan(gate=True),
         AttentionPlan(scores=Bounded(bound=None), layers=[3, 1]),
     ],
 )  # fmt: skip
@@ -115,7 +119,7 @@ def test_with_options_reaches_every_part():
 
 @pytest.mark.parametrize(
     ("bad", "reason"),
-    [("x_flash_y", "flash"), ("my_sdpa", "sdpa"), ("a/b", "/"), ("paged|x", "paged"), ("flex_attention_x", "flex"), ("", "word"), (3, "word"), ("eager", "eager"), ("two words", "word"), ("fullpay", "preset")],
+    [*MISREAD.items(), *NO_NAMES.items()],
 )  # fmt: skip
 def test_names_that_transformers_would_misread(bad, reason):
     with pytest.raises(ValueError, match=reason):

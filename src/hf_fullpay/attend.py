@@ -134,7 +134,6 @@ def _mean_score(
     query: Tensor, key: Tensor, visible: Visible, scaling: float, bias: Tensor | None, counts: Tensor
 ) -> Tensor:
     """Mean score of every row, scaling * q_i . (mean of its visible keys): linear in N. (B, H, N, 1)."""
-    batch, heads, queries, width = query.shape
     kind = accumulate(query.dtype)
     mean = visible_mean(key.to(kind), visible)
     rows = query.to(kind).unflatten(1, (mean.shape[1], -1))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from families import inputs, randomise, tiny
 from transformers import PreTrainedModel
 
+from families import inputs, randomise, tiny
 from hf_fullpay import MODELS, AttentionPlan, Band, Bounded, Clamp, DynamicScale, Mixture
 from hf_fullpay.hf.models import stock_of
 from hf_fullpay.hf.strengths import Strengths

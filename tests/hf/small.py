@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from families import CAUSAL, FAMILIES, build
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
+from families import CAUSAL, FAMILIES, build
 from hf_fullpay import PRESETS, AttentionPlan, Band, Mixture
 from hf_fullpay.hf.bind import layers_of
 from hf_fullpay.hf.forward import CARRIER

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from families import CAUSAL, build, inputs
-from small import ON_CAUSAL, load, states
 from transformers import DynamicCache, Qwen3Config, Qwen3Model, StaticCache
 
+from families import CAUSAL, build, inputs
 from hf_fullpay import PRESETS, AttentionPlan, Band, Mixture
+from small import ON_CAUSAL, load, states
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_fullpay.FullPayWarning")
 SPLITS = ([1] * 9, [5, 1, 1, 1, 1], [3, 3, 3], [2, 7], [8, 1])

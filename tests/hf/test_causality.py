@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from families import CAUSAL, build, inputs, tiny
-from small import ON_CAUSAL, SHORT, load, short, states
 from torch import nn
 from transformers import AttentionInterface
 
+from families import CAUSAL, build, inputs, tiny
 from hf_fullpay import PRESETS, AttentionPlan, Band, FullPayWarning, Mixture
 from hf_fullpay.payment.mixture import Budget
+from small import ON_CAUSAL, SHORT, load, short, states
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_fullpay.FullPayWarning")
 N = 9

@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers as t
-from converted import LEARNABLE, equal, given_to, learn, learned, stock
 from safetensors.torch import load_file, save_file
-from small import plans, states
 
+from converted import LEARNABLE, equal, given_to, learn, learned, stock
 from hf_fullpay import CONFIGS, MODELS, PRESETS, AttentionPlan, Band, Bounded, Mixture, convert, revert
 from hf_fullpay.hf.checkpoints import auto_class_of
 from hf_fullpay.hf.models import stock_of
+from small import plans, states
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_fullpay.FullPayWarning")
 BASES = {"bert": "FullPayBertModel", "vit": "FullPayViTModel", "gpt2": "FullPayGPT2Model", "llama": "FullPayLlamaModel"}

@@ -5,14 +5,14 @@ import json
 import pytest
 import torch
 import transformers as t
+from tokenizers import Tokenizer, models
+
 import zoo
 from converted import learn, learned
 from families import FAMILIES, build, inputs, tiny
-from small import plans, states
-from tokenizers import Tokenizer, models
-
 from hf_fullpay import PRESETS, AttentionPlan, Mixture, convert
 from hf_fullpay.hf.cli import main
+from small import plans, states
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_fullpay.FullPayWarning")
 

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from converted import LEARNABLE
-from families import build, inputs
-from small import EVERYWHERE, load, states
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import StaticCache
 
+from converted import LEARNABLE
+from families import build, inputs
 from hf_fullpay import PRESETS, convert
+from small import EVERYWHERE, load, states
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_fullpay.FullPayWarning")
 LENGTHS = (7, 9, 33)

@@ -5,15 +5,15 @@ import pickle
 
 import pytest
 import torch
-from converted import LEARNABLE, equal, given_to, learn, learned, stock
-from families import FAMILIES, build, inputs
-from small import EVERYWHERE, load, plans, short, states
 from torch import nn
 from transformers import RobertaConfig, RobertaModel
 
+from converted import LEARNABLE, equal, given_to, learn, learned, stock
+from families import FAMILIES, build, inputs
 from hf_fullpay import MODELS, PRESETS, AttentionPlan, Bounded, Mixture, convert, revert
 from hf_fullpay.hf.forward import CARRIER
 from hf_fullpay.hf.models import stock_of
+from small import EVERYWHERE, load, plans, short, states
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_fullpay.FullPayWarning")
 CONVERTIBLE = {

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from families import CAUSAL, build, inputs
 from small import ON_CAUSAL, load
 

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from families import FAMILIES, build, inputs
-from small import load, plans, states
 
 import hf_fullpay
+from families import FAMILIES, build, inputs
 from hf_fullpay import PRESETS, AttentionPlan, Mixture
 from hf_fullpay.hf.bind import layers_of
 from hf_fullpay.plan import ORDINARY
+from small import load, plans, states
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_fullpay.FullPayWarning")
 DEPTH = 4

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from families import TEXT, inputs
-from small import ON_TEXT, load, states
 
+from families import TEXT, inputs
 from hf_fullpay import PRESETS
+from small import ON_TEXT, load, states
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_fullpay.FullPayWarning")
 LOWEST = [-float("inf"), torch.finfo(torch.float32).min, torch.finfo(torch.float32).min / 2, -65504.0, -1e4]

@@ -3,16 +3,16 @@
 import pytest
 import torch
 import transformers as t
-from families import FAMILIES, build, inputs, randomise, tiny
-from small import EVERYWHERE, load, plans, states, watched
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 import hf_fullpay
+from families import FAMILIES, build, inputs, randomise, tiny
 from hf_fullpay import PRESETS, AttentionPlan, Band, Bounded, Mixture
 from hf_fullpay.hf.forward import CARRIER
 from hf_fullpay.hf.masks import compact_mask
 from hf_fullpay.hf.register import MISREAD
+from small import EVERYWHERE, load, plans, states, watched
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_fullpay.FullPayWarning")
 

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from families import CAUSAL, FAMILIES, build, inputs
-from small import load, states
 
+from families import CAUSAL, FAMILIES, build, inputs
 from hf_fullpay import AttentionPlan, Band, Bounded, Clamp, DynamicScale, Mixture
+from small import load, states
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_fullpay.FullPayWarning")
 NEUTRAL = {

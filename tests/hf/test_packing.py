@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from families import CAUSAL, build, inputs
-from small import EVERYWHERE, NEUTRAL, ON_CAUSAL, load, states
 
+from families import CAUSAL, build, inputs
 from hf_fullpay import PRESETS
+from small import EVERYWHERE, NEUTRAL, ON_CAUSAL, load, states
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_fullpay.FullPayWarning")
 SIZES = (4, 1, 6, 2)

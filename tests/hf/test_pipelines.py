@@ -3,12 +3,12 @@
 import pytest
 import torch
 import transformers as t
-from families import build, inputs, randomise, tiny
 from PIL import Image
-from small import states
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
+from families import build, inputs, randomise, tiny
 from hf_fullpay import PRESETS, convert
+from small import states
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_fullpay.FullPayWarning")
 WORDS = [

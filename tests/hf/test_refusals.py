@@ -3,12 +3,12 @@
 import pytest
 import torch
 import transformers as t
+
 import zoo
 from families import build, inputs, tiny
-from small import NEUTRAL, load, plans, states
-
 from hf_fullpay import PRESETS, AttentionPlan, Band, Bounded, Mixture, convert
 from hf_fullpay.hf.forward import CARRIER
+from small import NEUTRAL, load, plans, states
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_fullpay.FullPayWarning")
 BANDS = [name for name, plan in PRESETS.items() if isinstance(plan.reach, Band)]

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 import torch
-from converted import LEARNABLE, given_to, learn, stock
-from small import states
 
+from converted import LEARNABLE, given_to, learn, stock
 from hf_fullpay import MODELS, convert
 from hf_fullpay.hf.checkpoints import SHIM, auto_class_of
+from small import states
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_fullpay.FullPayWarning")
 NAMES = (

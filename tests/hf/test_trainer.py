@@ -3,14 +3,14 @@
 import pytest
 import torch
 import transformers as t
-from converted import LEARNABLE, equal, learn, learned
-from families import FAMILIES, VOCABULARY, build, inputs
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
-from small import states
 from transformers import Trainer, TrainingArguments
 
+from converted import LEARNABLE, equal, learn, learned
+from families import FAMILIES, VOCABULARY, build, inputs
 from hf_fullpay import PRESETS, AttentionPlan, Mixture, convert
 from hf_fullpay.hf.strengths import no_decay_parameters
+from small import states
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_fullpay.FullPayWarning")
 TARGETS = {"llama": ["q_proj", "v_proj"], "gpt2": ["c_attn"], "bert": ["query", "value"], "vit": ["q_proj", "v_proj"]}

@@ -4,14 +4,14 @@ import math
 
 import pytest
 import torch
-from converted import LEARNABLE, learned
-from families import FAMILIES, build, inputs
-from small import EVERYWHERE, load, short, states, watched
 from transformers import AttentionInterface
 
+from converted import LEARNABLE, learned
+from families import FAMILIES, build, inputs
 from hf_fullpay import PRESETS, AttentionPlan, Mixture, convert
 from hf_fullpay.hf.strengths import Strengths
 from hf_fullpay.payment.mixture import Budget
+from small import EVERYWHERE, load, short, states, watched
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_fullpay.FullPayWarning")
 DROPOUT = {

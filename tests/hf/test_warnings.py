@@ -4,12 +4,12 @@ import warnings
 
 import pytest
 import torch
+
 from converted import LEARNABLE
 from families import FAMILIES, build, inputs
-from small import load, states
-
 from hf_fullpay import PRESETS, AttentionPlan, FullPayWarning, Mixture, convert
 from hf_fullpay.payment.mixture import Budget
+from small import load, states
 
 PROMISING = [name for name, plan in PRESETS.items() if isinstance(plan.payment, Budget)]
 

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from families import FAMILIES, build, inputs
-from small import EVERYWHERE, ON_CAUSAL, SHORT, load, short, states
 from transformers import DynamicCache
 
+from families import FAMILIES, build, inputs
 from hf_fullpay import PRESETS, AttentionPlan, Band, Bounded, Mixture
 from hf_fullpay.payment.mixture import Budget
+from small import EVERYWHERE, ON_CAUSAL, SHORT, load, short, states
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_fullpay.FullPayWarning")
 

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-import zoo
-from small import NEUTRAL, SHORT, plans, states
 from transformers import EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
+import zoo
 from hf_fullpay import PRESETS, AttentionPlan, Band, Clamp, DynamicScale, Mixture
 from hf_fullpay.hf.bind import layers_of
+from small import NEUTRAL, SHORT, plans, states
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_fullpay.FullPayWarning")
 FULL = [name for name, plan in PRESETS.items() if not isinstance(plan.reach, Band)]

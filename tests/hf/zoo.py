@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 import transformers as t
-from families import VOCABULARY, randomise
 from transformers import PreTrainedModel
+
+from families import VOCABULARY, randomise
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 WORDS = {"vocab_size": VOCABULARY, "max_position_embeddings": 64}
