@@ -26,12 +26,12 @@ ADVICE = 'Load it with attn_implementation="sdpa" or "eager", or choose a model 
 _CROSS = r"(?i)cross|encoder_attn|enc_?dec_?attention"
 
 
-def bind(model: PreTrainedModel, *, again: bool = False) -> None:
-    """Give the attention modules of `model` their layer's plan. Parts with a config of their own bind themselves.
+def bind(model: PreTrainedModel) -> None:
+    """Give the attention modules of `model` their layer's plan. Parts with a config of their own bind themselves, and
+    modules that were told already, by an inner model, keep what they were told.
 
     Args:
         model: a built model whose config carries one of our names.
-        again: replace what modules were told before (after the name has changed).
 
     Raises:
         ValueError: naming the model, the reason and what to do, if the plan cannot be honoured.
@@ -40,7 +40,7 @@ def bind(model: PreTrainedModel, *, again: bool = False) -> None:
     parts = _parts(model)
     modules = [(path, module) for path, module in parts if routes(module)]
     _refuse_foreign(label, parts, bool(modules), model)
-    unbound = [(path, module) for path, module in modules if again or not hasattr(module, BINDING)]
+    unbound = [(path, module) for path, module in modules if not hasattr(module, BINDING)]
     if not unbound:
         return
     plan = plan_of(model.config, name)
