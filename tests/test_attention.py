@@ -474,6 +474,23 @@ def one_head(plan, head):
     return replace(plan, **changes)
 
 
+@pytest.mark.parametrize("return_weights", [False, True])
+def test_a_head_without_a_bound_shrinks_nothing(return_weights):
+    plan = AttentionPlan(scores=Bounded(bound=(1.0, math.inf, 2.0, math.inf), slope="rescale", temperature=1.0))
+    leaves = [t.requires_grad_() for t in tensors(9)]
+    output = attention(*leaves, plan=plan, return_weights=return_weights)
+    output = output[0] if return_weights else output
+    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(output.sum(), leaves))
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_autocast_does_not_reach_inside(name):
+    query, key, value = tensors(9, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = attention(query, key, value, plan=PLANS[name])
+    assert torch.equal(output, attention(query, key, value, plan=PLANS[name]))
+
+
 def test_large_scores_stay_finite():
     for name, plan in PLANS.items():
         leaves = [(t * 100).requires_grad_() for t in tensors(9, dtype=torch.float32)]
@@ -535,7 +552,12 @@ def test_the_shortfall_is_told():
         ({"visible": torch.ones(2, 3, 9, 9, dtype=torch.bool)}, "mask: expected a shape"),
         ({"visible": torch.ones(2, 1, 9, 9, dtype=torch.int)}, "mask: expected bool"),
         ({"visible": "all"}, "visible: expected a tensor"),
-        ({"is_causal": "middle"}, "is_causal: expected"),
+        ({"visible": torch.ones(2, 9, dtype=torch.bool, device="meta")}, "visible: expected the device"),
+        ({"key": torch.zeros(2, 2, 9, 8).bfloat16()}, "expected one dtype"),
+        ({"query": torch.zeros(2, 4, 9, 8).to(torch.float8_e4m3fn)}, "query: expected a floating"),
+        *[({"is_causal": value}, "is_causal: expected") for value in ("middle", 0, 1, 0.0, None, torch.tensor(False))],
+        ({"scaling": 0.0}, "scaling: expected"),
+        ({"scaling": -0.5}, "scaling: expected"),
         ({"scaling": math.nan}, "scaling: expected"),
         ({"dropout": 1.0}, "dropout: expected"),
         ({"plan": "fulpay"}, "plan: expected"),

@@ -1,9 +1,14 @@
 """Plans validate themselves, survive JSON, and say which layer does what."""
 
+import copy
 import json
 import math
+import pickle
+from fractions import Fraction
 
+import numpy as np
 import pytest
+import torch
 
 import hf_fullpay
 from hf_fullpay import PRESETS, AttentionPlan, Band, Bounded, Clamp, DynamicScale, Full, Mixture, Plain, Softmax
@@ -21,6 +26,12 @@ NO_NAMES = {"": "word", 3: "word", "two words": "word", "eager": "eager", "fullp
         *[(lambda v=v: Band(size=v), "size") for v in (0, -1, 2.5, "8", True, None)],
         *[(lambda v=v: Bounded(bound=v), "bound") for v in (0, -1, NAN, "x", [], [1, -1], True)],
         *[(lambda v=v: Bounded(temperature=v), "temperature") for v in (0, -2, NAN, "hot", math.inf)],
+        (lambda: Bounded(bound=1e-46), "bound"),
+        *[(lambda v=v: Bounded(temperature=v), "temperature") for v in (1e-45, 1e300)],
+        (lambda: Band(size=10**30), "size"),
+        (lambda: Mixture(budget=10**400), "budget"),
+        (lambda: AttentionPlan(layers="from:" + "9" * 5000), "layers"),
+        (lambda: PRESETS["bounded"].promises(0), "promises"),
         (lambda: Bounded(centre="mode"), "centre"),
         (lambda: Bounded(slope="steep"), "slope"),
         (lambda: Bounded(bound=math.inf, slope="sharpen"), "bound"),
@@ -93,6 +104,11 @@ def test_json_round_trip(plan):
     [
         ("fullpay", "a dict"),
         ({"version": 99}, "newer hf-fullpay"),
+        *[({"version": version}, "version") for version in (True, -3, 0, "1")],
+        ({}, "no payment, reach, scores"),
+        ({"reach": {"kind": "full"}, "scores": {"kind": "plain"}}, "no payment"),
+        ({1: 2, "a": 3}, "the keys"),
+        ({"payment": {"kind": ["mixture"]}}, "payment"),
         ({"reech": {}}, "reech"),
         ({"reach": {"kind": "blocks"}}, "reach"),
         ({"reach": {"kind": "band", "sise": 3}}, "sise"),
@@ -103,6 +119,20 @@ def test_json_round_trip(plan):
 def test_foreign_json_is_refused(data, reason):
     with pytest.raises(ValueError, match=reason):
         AttentionPlan.from_dict(data)
+
+
+@pytest.mark.parametrize("number", [np.float32(0.25), np.float64(0.25), Fraction(1, 4), torch.tensor(0.25)])
+def test_numbers_of_all_kinds_become_plain_ones(number):
+    plan = AttentionPlan(payment=Mixture(floor=number, budget=[number, number]), scores=Bounded(bound=number))
+    assert AttentionPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+    assert plan.payment == Mixture(floor=0.25, budget=(0.25, 0.25))
+
+
+def test_tables_of_layers_copy_pickle_and_compare():
+    one = AttentionPlan(layers={"0": "all", "1-": "vanilla"})
+    other = AttentionPlan(layers={"1-": "vanilla", "0": "all"})
+    assert copy.deepcopy(one) == pickle.loads(pickle.dumps(one)) == other
+    assert hash(one) == hash(other)
 
 
 def test_presets_cannot_be_changed():

@@ -184,7 +184,7 @@ def attention(
     check_number("dropout", dropout, low=0, high=1, open_high=True)
     check_flag("return_weights", return_weights)
     if scaling is not None:
-        check_number("scaling", scaling)
+        check_number("scaling", scaling, low=0, open_low=True)
     if plan.gate:
         raise wrong(
             "plan", "gate=False on plain tensors", "gate=True", "The gate reads a layer's input: use convert()."
@@ -199,9 +199,11 @@ def attention(
         "bias": bias,
         "dropout": dropout,
     }
-    if return_weights:
-        return reference_attention(query, key, value, **arguments)
-    return attend(query, key, value, **arguments)
+    # What is computed in FP32 must stay so under autocast.
+    with torch.autocast(query.device.type, enabled=False):
+        if return_weights:
+            return reference_attention(query, key, value, **arguments)
+        return attend(query, key, value, **arguments)
 
 
 def warn(message: str) -> None:
@@ -213,7 +215,7 @@ def warn(message: str) -> None:
 def visible_of(query: Tensor, n_keys: int, mask: Tensor | None, is_causal: bool | str) -> tuple[Visible, Tensor | None]:
     """The allowed keys and the additive bias that `attention` is asked for; see there."""
     batch, _, queries, _ = query.shape
-    if is_causal not in (False, True, "upper_left", "lower_right"):
+    if not isinstance(is_causal, bool) and is_causal not in ("upper_left", "lower_right"):
         raise wrong("is_causal", 'False, True, "upper_left" or "lower_right"', is_causal)
     if is_causal is True and queries != n_keys:
         raise wrong(
@@ -225,6 +227,8 @@ def visible_of(query: Tensor, n_keys: int, mask: Tensor | None, is_causal: bool 
     if mask is not None:
         if not isinstance(mask, Tensor):
             raise wrong("visible", "a tensor or None", mask)
+        if mask.device != query.device:
+            raise ValueError(f"visible: expected the device of query, {query.device}, got {mask.device}.")
         if mask.ndim == 2:
             if mask.dtype != torch.bool or mask.shape != (batch, n_keys):
                 got = f"{mask.dtype} of shape {tuple(mask.shape)}"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from hf_fullpay.core.errors import check_flag, wrong
+from hf_fullpay.core.errors import check_count, check_flag, wrong
 from hf_fullpay.core.numbers import from_json, to_json
 from hf_fullpay.payment import Clamp, Mixture, Payment, Softmax
 from hf_fullpay.reach import Band, Full, Reach
@@ -22,7 +22,7 @@ from hf_fullpay.scores import Bounded, DynamicScale, Plain, Scores
 VERSION = 1
 VANILLA = "vanilla"
 ALL = "all"
-Layers = str | tuple[int, ...] | Mapping[str, str]
+Layers = str | tuple[int, ...] | tuple[tuple[str, str], ...]  # a table is kept as pairs: hashable, fit for pickling
 
 _KINDS: dict[str, dict[str, Any]] = {
     "reach": {kind.kind: kind for kind in (Full, Band)},
@@ -42,7 +42,7 @@ class AttentionPlan:
         payment: how weights are made from logits: Softmax, Mixture or Clamp.
         gate: a learned output gate per head (needs `convert`).
         layers: where the plan applies; the other layers stay ordinary ("vanilla"). "all", "all_but_last", "from:6",
-            [6, 7, 8] or {"0-5": "vanilla", "6-": "all"}. Layers are counted from 0 within each stack.
+            [6, 7, 8] or {"0-5": "vanilla", "6-": "all"} (kept as pairs). Layers are counted from 0 within each stack.
 
     Raises:
         ValueError: for a bad value, naming the option, what is allowed and what came.
@@ -67,7 +67,7 @@ class AttentionPlan:
         object.__setattr__(self, "layers", _check_layers(self.layers))
 
     def __hash__(self) -> int:
-        return hash((self.reach, self.scores, self.payment, self.gate, str(self.layers)))
+        return hash((self.reach, self.scores, self.payment, self.gate, self.layers))
 
     @property
     def is_vanilla(self) -> bool:
@@ -98,7 +98,7 @@ class AttentionPlan:
             }
             for option in _KINDS
         }
-        layers = dict(self.layers) if isinstance(self.layers, Mapping) else to_json(self.layers)
+        layers = _table(self.layers) or to_json(self.layers)
         return {"version": VERSION, **parts, "gate": self.gate, "layers": layers}
 
     @classmethod
@@ -111,20 +111,26 @@ class AttentionPlan:
         if not isinstance(data, Mapping):
             raise wrong("attention plan", "a dict as AttentionPlan.to_dict() writes it", data)
         version = data.get("version", VERSION)
-        if not isinstance(version, int) or version > VERSION:
+        if isinstance(version, bool) or not isinstance(version, int) or version < 1:
+            raise wrong("attention plan version", f"a number from 1 to {VERSION}", version)
+        if version > VERSION:
             raise wrong(
                 "attention plan version", f"at most {VERSION}", version,
                 "It was written by a newer hf-fullpay: pip install --upgrade hf-fullpay.",
             )  # fmt: skip
         known = {"version", "gate", "layers", *_KINDS}
         if unknown := set(data) - known:
-            raise wrong("attention plan", f"the keys {sorted(known)}", sorted(unknown))
+            raise wrong("attention plan", f"the keys {sorted(known)}", sorted(map(str, unknown)))
         parts = {option: _part(option, data[option]) for option in _KINDS if option in data}
         rest = {key: from_json(data[key]) for key in ("gate", "layers") if key in data}
+        if missing := set(_KINDS) - set(parts):
+            # A part that got lost must not turn into ordinary attention in silence.
+            raise wrong("attention plan", f"the parts {sorted(_KINDS)}", f"no {', '.join(sorted(missing))}")
         return cls(**parts, **rest)
 
     def promises(self, n: int) -> list[str]:
         """What holds for every row of n visible keys, whatever the inputs, as sentences with numbers."""
+        check_count("promises(n)", n)
         found = []
         if isinstance(self.payment, Mixture | Clamp):
             if getattr(self.payment, "signed", False):
@@ -157,7 +163,7 @@ class AttentionPlan:
             _words(part) for part in (self.reach, self.scores, self.payment) if part not in (Full(), Plain(), Softmax())
         ]
         words += ["gate"] if self.gate else []
-        words += [] if self.layers == ALL else [f"layers {self.layers}"]
+        words += [] if self.layers == ALL else [f"layers {_table(self.layers) or self.layers}"]
         return ", ".join(words) or "ordinary attention"
 
 
@@ -173,7 +179,7 @@ def _words(part: Any) -> str:
 
 def _part(option: str, data: Any) -> Any:
     kinds = _KINDS[option]
-    if not isinstance(data, Mapping) or data.get("kind") not in kinds:
+    if not isinstance(data, Mapping) or not isinstance(data.get("kind"), str) or data["kind"] not in kinds:
         raise wrong(f"attention plan {option}", f"a dict whose kind is one of {sorted(kinds)}", data)
     kind = kinds[data["kind"]]
     names = {f.name for f in dataclasses.fields(kind)}
@@ -184,14 +190,16 @@ def _part(option: str, data: Any) -> Any:
 
 def _check_layers(layers: Any) -> Layers:
     if isinstance(layers, str):
-        if layers in (ALL, "all_but_last") or re.fullmatch(r"from:\d+", layers):
+        if layers in (ALL, "all_but_last") or re.fullmatch(r"from:\d{1,6}", layers):
             return layers
     elif isinstance(layers, Mapping):
         if layers and all(
-            isinstance(key, str) and re.fullmatch(r"\d+(-\d*)?", key) and value in (VANILLA, ALL)
+            isinstance(key, str) and re.fullmatch(r"\d{1,6}(-\d{0,6})?", key) and value in (VANILLA, ALL)
             for key, value in layers.items()
         ):
-            return MappingProxyType(dict(layers)) if not isinstance(layers, MappingProxyType) else layers
+            return tuple(sorted(layers.items()))
+    elif isinstance(layers, Sequence) and (table := _table(layers)):
+        return _check_layers(table)
     elif isinstance(layers, Sequence):
         numbers = tuple(layers)
         if all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers) and len(set(numbers)) == len(
@@ -199,6 +207,13 @@ def _check_layers(layers: Any) -> Layers:
         ):
             return numbers
     raise wrong("AttentionPlan(layers=...)", _LAYERS, layers)
+
+
+def _table(layers: Any) -> dict[str, str]:
+    """A table of layers out of its pairs; empty for any other policy."""
+    if isinstance(layers, str) or not all(isinstance(entry, tuple | list) and len(entry) == 2 for entry in layers):
+        return {}
+    return dict(layers)
 
 
 def _chosen(layers: Layers, total: int) -> set[int]:
@@ -211,23 +226,22 @@ def _chosen(layers: Layers, total: int) -> set[int]:
         if first >= total:
             raise wrong("AttentionPlan(layers=...)", f"a first layer below {total}, the number of layers", layers)
         return set(range(first, total))
-    if isinstance(layers, Mapping):
+    if table := _table(layers):
         policy: dict[int, str] = {}
-        for key, value in layers.items():
+        for key, value in table.items():
             start, dash, last = key.partition("-")
             stop = int(last) + 1 if last else total if dash else int(start) + 1
             span = range(int(start), stop)
             if not span or stop > total or policy.keys() & set(span):
-                raise wrong(
-                    "AttentionPlan(layers=...)", f"ranges within 0-{total - 1} that do not overlap", dict(layers)
-                )
+                raise wrong("AttentionPlan(layers=...)", f"ranges within 0-{total - 1} that do not overlap", table)
             policy |= dict.fromkeys(span, value)
         if len(policy) < total:
-            raise wrong("AttentionPlan(layers=...)", f"a choice for each of the {total} layers", dict(layers))
+            raise wrong("AttentionPlan(layers=...)", f"a choice for each of the {total} layers", table)
         return {layer for layer, value in policy.items() if value == ALL}
-    if beyond := [layer for layer in layers if layer >= total]:
+    numbers: tuple[int, ...] = layers  # type: ignore[assignment]
+    if beyond := [layer for layer in numbers if layer >= total]:
         raise wrong("AttentionPlan(layers=...)", f"layer numbers from 0 to {total - 1}", beyond)
-    return set(layers)
+    return set(numbers)
 
 
 ORDINARY = AttentionPlan()
@@ -244,6 +258,7 @@ _presets: dict[str, AttentionPlan] = {
     "band_causal": AttentionPlan(reach=Band(128)),
 }
 PRESETS: Mapping[str, AttentionPlan] = MappingProxyType(_presets)
+BUILT_IN = frozenset(_presets)  # the names that every installation knows
 
 
 def with_options(plan: AttentionPlan, options: Mapping[str, Any]) -> AttentionPlan:

@@ -39,6 +39,8 @@ def test_every_class_there_and_back(name):
     assert plans(converted) == [LEARNABLE["budget"]] * 2
     ours = dict(converted.named_parameters())
     assert all(ours[path] is parameter for path, parameter in original.named_parameters())
+    buffers = dict(converted.named_buffers())
+    assert all(buffers[path] is buffer for path, buffer in original.named_buffers())
     assert set(ours) - set(dict(original.named_parameters())) == set(learned(converted))
     stateless = stock(name)
     stateless.config.fullpay = LEARNABLE["budget"].to_dict()

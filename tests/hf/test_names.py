@@ -97,6 +97,17 @@ def test_a_refused_switch_changes_nothing(family, own_name):
         assert torch.equal(states(model, **given), output)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_dict_form_of_a_model_without_parts(family, tmp_path):
+    live, given = build(family), inputs(family)
+    live.save_pretrained(tmp_path)
+    live.set_attn_implementation({"": "bounded"})
+    loaded = tiny(family).auto.from_pretrained(tmp_path, attn_implementation={"": "bounded"})
+    for model in (live, loaded):
+        assert plans(model) == [PRESETS["bounded"]] * 2
+        torch.testing.assert_close(states(model, **given), states(build(family, "bounded"), **given), rtol=0, atol=2e-6)
+
+
 def test_switching_a_part_of_a_model():
     model, given = build("llama"), inputs("llama")
     model.model.set_attn_implementation("fullpay")

@@ -39,16 +39,19 @@ def check_number(
         return
     if isinstance(value, bool) or not isinstance(value, Real):
         raise wrong(option, expected, value)
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.nan
     inside = (low < number if open_low else low <= number) and (number < high if open_high else number <= high)
     if math.isnan(number) or (finite and math.isinf(number)) or not inside:
         raise wrong(option, expected, value)
 
 
-def check_count(option: str, value: Any, *, low: int = 1) -> None:
-    """Raise unless `value` is an integer of at least `low`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise wrong(option, f"an integer of at least {low}", value)
+def check_count(option: str, value: Any, *, low: int = 1, high: int | None = None) -> None:
+    """Raise unless `value` is an integer of at least `low` and at most `high`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        raise wrong(option, f"an integer of at least {low}" + (f" and at most {high}" if high else ""), value)
 
 
 def check_choice(option: str, value: Any, allowed: Sequence[str]) -> None:

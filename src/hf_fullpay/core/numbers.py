@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -13,11 +14,19 @@ PerHead = float | tuple[float, ...]
 
 
 def freeze(value: Any) -> Any:
-    """Lists, arrays and tensors become tuples of floats, so that an option is hashable and compares by value."""
+    """Numbers become floats; lists, arrays and tensors tuples of floats: hashable, comparable, fit for JSON.
+
+    What is no number, or too large for a float, is returned as it is, for the check to name.
+    """
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return tuple(value)
+        return tuple(freeze(entry) for entry in value)
+    if isinstance(value, Real) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except OverflowError:
+            return value
     return value
 
 

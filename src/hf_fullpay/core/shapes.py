@@ -11,6 +11,7 @@ from torch import Tensor
 HIDDEN = (
     -1e4
 )  # an additive mask at or below this hides the key: half-precision minima and the -10000 of old code included
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -19,8 +20,8 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
         if not isinstance(tensor, Tensor) or tensor.ndim != 4:
             got = f"shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise ValueError(f"{name}: expected a tensor (batch, heads, length, width), got {got}.")
-        if not tensor.is_floating_point():
-            raise ValueError(f"{name}: expected a floating-point tensor, got {tensor.dtype}.")
+        if tensor.dtype not in DTYPES:
+            raise ValueError(f"{name}: expected a floating-point tensor (FP32, BF16, FP16, FP64), got {tensor.dtype}.")
     batch, heads, _, width = query.shape
     groups, keys = key.shape[1:3]
     if key.shape[0] != batch or key.shape[3] != width:
@@ -29,6 +30,8 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
         raise ValueError(f"value: expected {(batch, groups, keys)} and a width, as in key, got {tuple(value.shape)}.")
     if groups == 0 or heads % groups:
         raise ValueError(f"key: expected a number of heads that divides the {heads} query heads, got {groups}.")
+    if query.dtype != key.dtype or query.dtype != value.dtype:
+        raise ValueError(f"expected one dtype, got query {query.dtype}, key {key.dtype}, value {value.dtype}.")
     if query.device != key.device or query.device != value.device:
         raise ValueError(f"expected one device, got query {query.device}, key {key.device}, value {value.device}.")
 

@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_fullpay.attend import warn
 from hf_fullpay.hf.forward import BINDING, CARRIER, Layer, plan_of
 from hf_fullpay.plan import PRESETS, AttentionPlan
 from hf_fullpay.reach import Band
@@ -46,7 +47,14 @@ def bind(model: PreTrainedModel) -> None:
     plan = plan_of(model.config, name)
     indices = _layer_indices(model, [path for path, _ in unbound])
     total = max(indices) + 1
+    if plan.gate and not getattr(type(model.config), "holds_strengths", False):
+        raise ValueError(
+            f"{label}: expected a plan without gate=True, which has learned weights and no place for them in a stock "
+            "class. Use hf_fullpay.convert(model, plan)."
+        )
     plans, warned = plan.for_layers(total), set[int]()
+    if not plan.is_vanilla and all(one.is_vanilla for one in plans):
+        warn(f"{label}: layers={plan.layers!r} chooses none of its {total} layers, so all pay ordinary attention.")
     for (path, module), index in zip(unbound, indices, strict=True):
         _refuse_needs(label, path, module, plans[index])
         _check_heads(label, module, model.config, plans[index])

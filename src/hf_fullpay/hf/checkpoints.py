@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_fullpay.hf.bind import CARRIER, bind, is_ours, layers_of
-from hf_fullpay.hf.forward import PLAN, STRENGTHS, remember_input
+from hf_fullpay.hf.forward import PLAN, STRENGTHS, pass_input
 from hf_fullpay.hf.strengths import Strengths, strengths_of
 from hf_fullpay.plan import AttentionPlan
 
@@ -33,6 +33,7 @@ class InstalledCode:
 class FullPayConfigMixin(InstalledCode):
     """Config part: the plan as a JSON dict under `fullpay`, and the name of the attention, both kept on saving."""
 
+    holds_strengths = True  # its models have a place for learned numbers
     fullpay: dict[str, Any] | None
     _attn_implementation: str | None
 
@@ -112,12 +113,18 @@ def attach(model: PreTrainedModel) -> None:
         if strengths is not None:
             module.add_module(STRENGTHS, strengths)
             if layer.plan.gate:
-                module.register_forward_pre_hook(remember_input, with_kwargs=True)
+                module.register_forward_pre_hook(pass_input, with_kwargs=True)
 
 
 def auto_class_of(kind: type) -> str:
     """The Auto class that loads a FullPay class: AutoModelForQuestionAnswering for FullPayBertForQuestionAnswering."""
-    return next(auto for auto, classes in REGISTERED.items() if kind in classes)
+    return next(auto for auto, classes in REGISTERED.items() if published(kind) in classes)
+
+
+def published(kind: type[Any]) -> type[Any]:
+    """The registered class that a class is or stands on: a user's subclass is saved as what others can load."""
+    everyone = set().union(*REGISTERED.values())
+    return next(base for base in kind.__mro__ if base in everyone)
 
 
 REGISTERED: dict[str, set[type]] = {}
@@ -127,14 +134,14 @@ def auto_map(kind: type[Any]) -> dict[str, str]:
     """Entries of config.json that lead Transformers to the shim."""
     return {
         "AutoConfig": f"{SHIM}.{kind.config_class.__name__}",
-        auto_class_of(kind): f"{SHIM}.{kind.__name__}",
+        auto_class_of(kind): f"{SHIM}.{published(kind).__name__}",
     }
 
 
 def write_shim(folder: Path, kind: type[Any]) -> None:
     """A module of one import: without the plugin it fails with a sentence that names the package to install."""
     folder.mkdir(parents=True, exist_ok=True)
-    names = f"{kind.config_class.__name__}, {kind.__name__}"
+    names = f"{kind.config_class.__name__}, {published(kind).__name__}"
     (folder / f"{SHIM}.py").write_text(
         f'"""This checkpoint needs hf-fullpay: pip install hf-fullpay"""\n\nfrom hf_fullpay import {names}  # noqa: F401\n'
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import shutil
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -28,6 +28,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     except (ValueError, OSError, ImportError) as error:
         print(f"hf-fullpay {options.command}: {str(error).removeprefix('convert: ')}", file=sys.stderr)
+        return 2
+    except Exception as error:  # a broken checkpoint can fail anywhere in Transformers; a user wants a sentence
+        print(f"hf-fullpay {options.command}: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
 
 
@@ -89,7 +92,7 @@ def _value(text: str) -> Any:
     for candidate in (text, f"[{text}]" if "," in text else text):
         try:
             return json.loads(candidate)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             continue
     return text
 
@@ -109,9 +112,11 @@ def _list(options: argparse.Namespace) -> int:
 
 def _convert(options: argparse.Namespace) -> int:
     plan = _plan(options)
-    target = Path(options.target)
+    target = Path(options.target).resolve()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"DST: expected a folder that holds nothing yet, got {target}.")
+    if blocked := next((parent for parent in target.parents if parent.exists() and not parent.is_dir()), None):
+        raise ValueError(f"DST: expected a place for a folder, got {target}, where {blocked} is a file.")
     import transformers
 
     from hf_fullpay.hf.cards import render_card
@@ -142,9 +147,7 @@ def _convert(options: argparse.Namespace) -> int:
         model.save_pretrained(folder)
         saved = _save_preprocessors(options.source, folder)
         render_card(model, base_model=options.source).save(folder / "README.md")
-        if target.exists():
-            target.rmdir()
-        shutil.move(folder, target)
+        os.replace(folder, target)
     print(
         f"{target}: {type(model).__name__}, {plan.describe()}; with {', '.join(saved) or 'no tokenizer found'} and a card"
     )

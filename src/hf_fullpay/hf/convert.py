@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from typing import Any
 
-import transformers
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from hf_fullpay.hf.checkpoints import FullPayModelMixin
-from hf_fullpay.hf.forward import CARRIER, PLAN
-from hf_fullpay.hf.models import MODELS, fullpay_of, stock_of
+from hf_fullpay.hf.forward import CARRIER, PLAN, STRENGTHS
+from hf_fullpay.hf.models import architecture, fullpay_of, stock_of
 from hf_fullpay.hf.strengths import Strengths
-from hf_fullpay.plan import PRESETS, AttentionPlan, resolve
+from hf_fullpay.plan import BUILT_IN, PRESETS, AttentionPlan, resolve
 
 
 def convert(
@@ -36,13 +36,16 @@ def convert(
         ValueError: for a family without a FullPay class, or a plan that makes no sense for the model.
     """
     plan = resolve(plan)
-    stock = model if isinstance(model, PreTrainedModel) else _load(model, loading)
-    if hasattr(stock, "peft_config"):
+    if hasattr(model, "peft_config"):
         raise ValueError(
             "convert: expected a model without adapters; merge or unload them first, or convert before PEFT."
         )
+    if not isinstance(model, PreTrainedModel | str | os.PathLike):
+        raise ValueError(f"convert: expected a Transformers model, a Hub id or a folder, got {type(model).__name__}.")
+    stock = model if isinstance(model, PreTrainedModel) else _load(model, loading)
     kind = fullpay_of(type(stock))
-    name = next((name for name, preset in PRESETS.items() if preset == plan), CARRIER)
+    # A name of the user's own means nothing in another process; the plan itself is in the config.
+    name = next((name for name in sorted(BUILT_IN) if PRESETS[name] == plan), CARRIER)
     return _rebuild(stock, kind, name, {PLAN: plan.to_dict()})
 
 
@@ -62,7 +65,7 @@ def _load(path: str | os.PathLike[str], loading: dict[str, Any]) -> PreTrainedMo
         path, **{k: v for k, v in loading.items() if k in ("revision", "token", "cache_dir")}
     )
     names = config.architectures or []
-    kind = MODELS.get(names[0]) or getattr(transformers, names[0], None) if names else None
+    kind = architecture(config)
     if kind is None:
         raise ValueError(
             f"convert: expected a config that names a model class under 'architectures', got {names} in {path}. Load the "
@@ -82,22 +85,57 @@ def _rebuild(model: PreTrainedModel, kind: type[Any], name: str, extra: dict[str
     config.architectures = [kind.__name__]
     with no_init_weights():
         built = kind(config)
+    _refuse_changed(model, built)
     for path, module in built.named_modules():
         if isinstance(module, Strengths):
             module.initialize()
             module.to(model.device)
         else:
             _share(module, model.get_submodule(path))
-    built.train(model.training)
     built.name_or_path = model.name_or_path
     if getattr(model, "generation_config", None) is not None:
-        built.generation_config = model.generation_config
-    if model.is_activation_checkpointing:
-        built.activation_checkpointing_enable()
+        built.generation_config = copy.deepcopy(model.generation_config)
     return built
 
 
+def _refuse_changed(model: PreTrainedModel, built: PreTrainedModel) -> None:
+    """Refuse a model that is no longer what its config builds: what differs could not be carried over."""
+    have = {path: _shape(module) for path, module in _without_strengths(model)}
+    want = {path: _shape(module) for path, module in _without_strengths(built)}
+    for path in sorted(have.keys() | want.keys(), key=len, reverse=True):
+        if have.get(path) != want.get(path):
+            raise ValueError(
+                f"convert: expected {path!r} as the config of {type(model).__name__} builds it "
+                f"({_told(want.get(path))}), got {_told(have.get(path))}. Convert before changing modules, quantising, "
+                "pruning or adding adapters."
+            )
+    if any(hasattr(module, "_hf_hook") for module in model.modules()):
+        raise ValueError("convert: expected a model in memory, got one that accelerate offloads. Convert it first.")
+
+
+def _without_strengths(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+    """Modules by path, without our own and without the classes of the models around the layers."""
+    return [(path, module) for path, module in model.named_modules() if not isinstance(module, Strengths)]
+
+
+def _shape(module: nn.Module) -> tuple[str, frozenset[str], frozenset[str]]:
+    """What a module is: its class (models count by what they stand on), its parameters, its children but for ours."""
+    kind = type(module)
+    name = stock_of(kind).__name__ if isinstance(module, FullPayModelMixin) else kind.__name__
+    return name, frozenset(module._parameters), frozenset(module._modules) - {STRENGTHS}
+
+
+def _told(shape: tuple[str, frozenset[str], frozenset[str]] | None) -> str:
+    return (
+        "nothing" if shape is None else f"{shape[0]} with {', '.join(sorted(shape[1] | shape[2])) or 'nothing inside'}"
+    )
+
+
 def _share(new: nn.Module, old: nn.Module) -> None:
-    """Make a module hold the very parameters and buffers of another (its own learned numbers live in a child)."""
+    """Make a module hold the very parameters and buffers of another, in its mode (learned numbers live in a child)."""
     new._parameters.update(old._parameters)
     new._buffers.update(old._buffers)
+    new.training = old.training
+    for name in ("gradient_checkpointing", "_gradient_checkpointing_func"):
+        if name in vars(old):
+            setattr(new, name, vars(old)[name])

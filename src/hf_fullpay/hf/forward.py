@@ -20,7 +20,15 @@ CARRIER = "fullpay_custom"  # the name of a checkpoint whose plan is no preset
 PLAN = "fullpay"  # where a config carries its plan
 BINDING = "fullpay_layer"
 STRENGTHS = "fullpay"
-_INPUT = "fullpay_input"
+INPUT = "fullpay_input"  # the keyword that brings a gate the input of its layer
+# What a model may ask of its attention and we do not compute.
+REFUSED = {
+    "softcap": "soft-capped scores",
+    "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "indices": "a selection of keys",
+    "block_indices": "a selection of key blocks",
+}
 
 
 @dataclass(eq=False)
@@ -76,7 +84,7 @@ def make_forward(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
             "allowed": allowed,
             "scaling": query.shape[-1] ** -0.5 if scaling is None else scaling,
             "bias": bias,
-            "strengths": _strengths(module),
+            "strengths": _strengths(module, kwargs.get(INPUT)),
             "dropout": dropout,
         }
         # Sums, means and the tanh must stay in FP32; what may run in BF16 has that type already.
@@ -124,7 +132,7 @@ def plan_of(config: Any, name: str) -> AttentionPlan:
 
 def _refuse_options(layer: Layer, options: dict[str, Any]) -> None:
     """What a model may ask for and we do not compute; ignoring it would give wrong numbers."""
-    for option, meaning in (("softcap", "soft-capped scores"), ("s_aux", "attention sinks")):
+    for option, meaning in REFUSED.items():
         if options.get(option) is not None:
             raise ValueError(
                 f"{layer.model}: expected an attention without {meaning}, got {option}. hf-fullpay does not implement "
@@ -149,6 +157,7 @@ def _allowed(
         if keys.dtype != torch.bool or keys.shape[1] != n_keys or keys.shape[0] not in (1, batch):
             got = f"{keys.dtype} of shape {tuple(mask.shape)}"
             raise ValueError(f"attention_mask: expected bool of shape {(batch, n_keys)}, got {got}.")
+        keys = keys.expand(batch, n_keys)
     else:
         dense, bias = split_mask(mask, query, n_keys)
     if (starts := options.get("cu_seq_lens_q")) is not None and queries == n_keys:
@@ -174,18 +183,22 @@ def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
     return bool(is_causal)
 
 
-def _strengths(module: nn.Module) -> dict[str, Tensor] | None:
+def _strengths(module: nn.Module, hidden_states: Tensor | None) -> dict[str, Tensor] | None:
     """Learned numbers, read by calling their module, so that offloading, FSDP and PEFT hooks see it."""
     strengths = getattr(module, STRENGTHS, None)
     if strengths is None:
         return None
-    return strengths(module.__dict__.pop(_INPUT, None))
+    return strengths(hidden_states)
 
 
-def remember_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of an attention module with a gate: keeps its input until the attention function reads it."""
-    if hasattr(module, BINDING):  # not while the model runs another attention, which would never read it
-        module.__dict__[_INPUT] = args[0] if args else kwargs["hidden_states"]
+def pass_input(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Forward pre-hook of an attention module with a gate: hands its input on to the attention function, as a keyword,
+    so that no state stays behind (threads, recomputation)."""
+    if not hasattr(module, BINDING):
+        return None  # the model runs another attention
+    return args, kwargs | {INPUT: args[0] if args else kwargs["hidden_states"]}
 
 
 def _warn_shortfall(layer: Layer, queries: int, n_keys: int) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-import transformers
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
 from hf_fullpay.hf.bind import is_ours, layers_of
-from hf_fullpay.hf.models import MODELS
+from hf_fullpay.hf.models import architecture
 from hf_fullpay.hf.strengths import Strengths
 from hf_fullpay.plan import AttentionPlan
 
@@ -55,8 +54,7 @@ def _alone(plan: AttentionPlan) -> AttentionPlan:
 
 def _structure(config: PreTrainedConfig) -> PreTrainedModel:
     """The model without memory for its weights."""
-    named = (config.architectures or [""])[0]
-    kind = MODELS.get(named) or getattr(transformers, named, None)
+    kind = architecture(config)
     with torch.device("meta"):
         return kind(config) if kind else AutoModel.from_config(config)
 

@@ -166,6 +166,13 @@ def stock_of(kind: type[Any]) -> type[Any]:
     return next(base for base in kind.__mro__ if base.__module__.startswith("transformers."))
 
 
+def architecture(config: Any) -> type[Any] | None:
+    """The model class that a config names first, ours or of Transformers; None if there is no such class."""
+    name = (config.architectures or [""])[0]
+    kind = MODELS.get(name) or getattr(transformers, str(name), None)
+    return kind if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel) else None
+
+
 def fullpay_of(kind: type[Any]) -> type[Any]:
     """The FullPay class of a stock class.
 

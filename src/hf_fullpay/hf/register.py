@@ -20,12 +20,11 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from hf_fullpay.core.errors import wrong
-from hf_fullpay.hf.bind import bind, is_ours, refuse_class, unbind
-from hf_fullpay.hf.forward import CARRIER, make_forward
+from hf_fullpay.hf.bind import bind, is_ours, layers_of, refuse_class, unbind
+from hf_fullpay.hf.forward import CARRIER, STRENGTHS, make_forward
 from hf_fullpay.hf.masks import compact_mask
-from hf_fullpay.plan import PRESETS, AttentionPlan, _presets
+from hf_fullpay.plan import BUILT_IN, PRESETS, AttentionPlan, _presets
 
-BUILT_IN = frozenset(PRESETS)
 # Transformers reads meaning into these: it would look for a kernel or check the model for that backend.
 MISREAD = ("flash", "sdpa", "flex_attention", "/", "|", "eager", ":")
 
@@ -115,6 +114,7 @@ def _set_attn_implementation(
         for part in reversed(models):
             if is_ours(part.config._attn_implementation):
                 bind(part)
+        _refuse_lost_numbers(model)
     except Exception:
         # All or nothing: a refused model keeps running as it did.
         unbind(model)
@@ -124,6 +124,17 @@ def _set_attn_implementation(
             if is_ours(part.config._attn_implementation):
                 bind(part)
         raise
+
+
+def _refuse_lost_numbers(model: PreTrainedModel) -> None:
+    """A converted checkpoint that was loaded under another attention has left its learned numbers on disk."""
+    for path, module, layer in layers_of(model):
+        converted = getattr(type(getattr(module, "config", None)), "holds_strengths", False)
+        if converted and layer.plan.is_learnable and getattr(module, STRENGTHS, None) is None:
+            raise ValueError(
+                f"{type(model).__name__}: expected learned numbers in {path!r}, got none, since the model was loaded under "
+                "another attention. Load the checkpoint again without attn_implementation."
+            )
 
 
 def _check_keys(model: PreTrainedModel, names: str | dict[str, Any]) -> None:

@@ -40,7 +40,8 @@ class Budget:
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        object.__setattr__(self, "budget", freeze(self.budget))
+        for option in ("floor", "budget", "budget_max"):
+            object.__setattr__(self, option, freeze(getattr(self, option)))
         if self.floor is not None:
             check_number(f"{name}(floor=...)", self.floor, low=0, high=1)
         self._check_budget(name)

@@ -17,6 +17,8 @@ from typing import ClassVar
 from hf_fullpay.core.errors import check_count
 from hf_fullpay.core.visible import Visible
 
+LONGEST = 2**31 - 1  # of a band, as an index of torch
+
 
 @dataclass(frozen=True)
 class Band:
@@ -26,7 +28,7 @@ class Band:
     kind: ClassVar[str] = "band"
 
     def __post_init__(self) -> None:
-        check_count("Band(size=...)", self.size)
+        check_count("Band(size=...)", self.size, high=LONGEST)
 
     def restrict(self, allowed: Visible) -> Visible:
         """Keys within reach, out of those that the mask allows."""

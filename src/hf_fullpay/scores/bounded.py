@@ -24,8 +24,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hf_fullpay.core.errors import check_choice, check_number, wrong
+from hf_fullpay.core.errors import check_choice, check_count, check_number, wrong
 from hf_fullpay.core.numbers import PerHead, freeze, largest
+
+SMALLEST = 1e-6  # of bound and temperature: beyond it FP32 arithmetic has nothing left
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,9 @@ class Bounded:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bound", freeze(self.bound))
+        object.__setattr__(self, "temperature", freeze(self.temperature))
         if self.bound is not None:
-            check_number("Bounded(bound=...)", self.bound, low=0, open_low=True, finite=False, per_head=True)
+            check_number("Bounded(bound=...)", self.bound, low=SMALLEST, finite=False, per_head=True)
         check_choice("Bounded(centre=...)", self.centre, ("mean", "median", "none"))
         check_choice("Bounded(slope=...)", self.slope, ("preserve", "sharpen", "rescale"))
         if self.slope == "sharpen" and math.isinf(largest(self.limit)):
@@ -56,7 +59,7 @@ class Bounded:
         if self.temperature != "auto":
             if isinstance(self.temperature, str):
                 raise wrong("Bounded(temperature=...)", 'a number in (0, inf] or "auto"', self.temperature)
-            check_number("Bounded(temperature=...)", self.temperature, low=0, open_low=True)
+            check_number("Bounded(temperature=...)", self.temperature, low=SMALLEST, high=1 / SMALLEST)
 
     @property
     def limit(self) -> PerHead:
@@ -68,6 +71,7 @@ class Bounded:
 
         The widest head decides. Without a bound this is (0, 1).
         """
+        check_count("certificate(n)", n)
         width = largest(self.limit) / temperature_of(self.temperature, float(n))
         if n == 1:
             return 1.0, 1.0
@@ -122,7 +126,8 @@ def bounded_scores(
     width, amplitude = width_and_amplitude(bound, temperature, slope, counts)
     if slope == "rescale":
         span = centred.abs().masked_fill(~visible, 0).amax(-1, keepdim=True)
-        return centred * torch.where(span > width, width / span.clamp_min(torch.finfo(scores.dtype).tiny), 1)
+        limit = width.masked_fill(width.isinf(), 1)  # a head without a bound shrinks nothing, and divides no infinity
+        return centred * torch.where(span > width, limit / span.clamp_min(torch.finfo(scores.dtype).tiny), 1)
     unlimited = width.isinf()  # a head without a bound: z = s - m
     finite = width.masked_fill(unlimited, 1)
     compressed = amplitude.masked_fill(unlimited, 1) * torch.tanh(centred / finite)

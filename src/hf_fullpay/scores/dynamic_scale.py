@@ -35,8 +35,9 @@ class DynamicScale:
     kind: ClassVar[str] = "dynamic_scale"
 
     def __post_init__(self) -> None:
+        for option in ("max_scale", "alpha"):
+            object.__setattr__(self, option, freeze(getattr(self, option)))
         check_number("DynamicScale(max_scale=...)", self.max_scale, low=0, open_low=True)
-        object.__setattr__(self, "alpha", freeze(self.alpha))
         if self.alpha is None:
             if self.max_scale <= 1:
                 raise wrong(
