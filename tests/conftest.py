@@ -7,8 +7,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
 
 import hf_fullpay  # noqa: F401 - registers the names
+from hf_fullpay.plan import _presets
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -20,6 +23,18 @@ def _one_thread():
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _names():
+    """What a test registers is gone after it: other tests iterate over the preset table."""
+    before = dict(_presets)
+    yield
+    for name in set(_presets) - set(before):
+        AttentionInterface._global_mapping.pop(name, None)
+        AttentionMaskInterface._global_mapping.pop(name, None)
+    _presets.clear()
+    _presets.update(before)
 
 
 @pytest.fixture(autouse=True)

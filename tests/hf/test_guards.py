@@ -99,10 +99,10 @@ def test_what_we_do_not_compute_is_refused(option):
         make_forward("fullpay")(torch.nn.Module(), query, query, query, None, **{option: torch.ones(1)})
 
 
-def test_a_gate_needs_a_place_for_its_weights():
-    hf_fullpay.register("gated_by_name", GATED)
+def test_a_gate_needs_a_place_for_its_weights(own_name):
+    name = own_name(GATED)
     with pytest.raises(ValueError, match="convert"):
-        build("bert", "gated_by_name")
+        build("bert", name)
 
 
 def test_gates_serve_many_threads():
@@ -137,9 +137,9 @@ def test_a_policy_that_chooses_no_layer_is_told():
         AlbertModel(config)
 
 
-def test_a_plan_registered_by_a_user_travels_in_the_checkpoint(tmp_path):
+def test_a_plan_registered_by_a_user_travels_in_the_checkpoint(tmp_path, own_name):
     plan = AttentionPlan(payment=Mixture(budget=0.2))
-    hf_fullpay.register("known_here_only", plan)
+    own_name(plan)
     model = hf_fullpay.convert(build("bert"), plan)
     assert model.config._attn_implementation == "fullpay_custom"
     model.save_pretrained(tmp_path)
@@ -171,9 +171,8 @@ def test_models_with_a_layer_table_copy_and_pickle():
 
 
 @pytest.mark.parametrize("family", ["llama", "bert"])
-def test_one_mask_for_the_whole_batch(family):
-    hf_fullpay.register("small_band", AttentionPlan(reach=Band(4), payment=PRESETS["fullpay"].payment))
-    model = build(family, "small_band")
+def test_one_mask_for_the_whole_batch(family, own_name):
+    model = build(family, own_name(AttentionPlan(reach=Band(4), payment=PRESETS["fullpay"].payment)))
     x = inputs(family, length=40)
     mask = torch.tensor([[0] * 3 + [1] * 37])
     torch.testing.assert_close(model(**x, attention_mask=mask)[0], model(**x, attention_mask=mask.expand(2, -1))[0])
