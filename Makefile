@@ -1,4 +1,4 @@
-# make demo   fine-tune a real encoder on long reviews with full payment, with proof (about 4 minutes on 2 cores)
+# make demo   fine-tune a real encoder on long reviews with full payment, and measure its promises
 # make test   all tests (no network, no GPU)
 # make lint   ruff and mypy
 # Another interpreter: make PYTHON=python3.12 test. A CUDA build of torch: make TORCH=torch test.
@@ -18,7 +18,8 @@ demo: $(VENV)/demo.stamp
 	$(VENV)/bin/hf-fullpay demo --out runs/demo
 
 test: $(VENV)/dev.stamp
-	$(RUN) -m pytest -n auto --dist loadgroup $(PYTEST)
+	$(RUN) -m pytest -n auto $(PYTEST)
+	$(RUN) -m pytest kernels/tests -n auto $(PYTEST)
 
 lint: $(VENV)/dev.stamp
 	$(VENV)/bin/ruff check .

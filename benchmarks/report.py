@@ -108,7 +108,7 @@ def demo() -> str:
         "accuracy": ("accuracy", "{:.3f}"),
         "accuracy, reviews with a contrast": ("contrast", "{:.3f}"),
         "smallest weight of a visible key": ("least", "{:.1e}"),
-        "coverage (smallest weight x n; uniform: 1)": ("coverage", "{:.3f}"),
+        "coverage (mean over rows of the smallest weight x n; uniform: 1)": ("coverage", "{:.3f}"),
         "weights under a tenth of uniform": ("below_relative", "{:.0%}"),
         "entropy / log n": ("entropy_relative", "{:.2f}"),
         "gradient, 5 nearest tokens / tokens 100 and more away": ("gradient_near_over_far", "{:.1f}"),
@@ -118,7 +118,8 @@ def demo() -> str:
     error = (results["ordinary"]["accuracy"] * (1 - results["ordinary"]["accuracy"]) / where["test"]) ** 0.5
     return (
         f"all-MiniLM-L6-v2 fine-tuned on the last {where['length']} tokens of {where['train']:,} film reviews, judged on "
-        f"{where['test']} held-out ones ({where['contrast']} with a contrast); one run each, standard error of an accuracy "
+        f"{where['test']} held-out ones ({where['contrast']} of them say although or but near their end); one run each, "
+        "standard error of an accuracy "
         f"{error:.3f}, so the accuracies do not differ unless by more than about {2 * 1.41 * error:.2f}. `make demo`, torch "
         f"{where['torch']}, transformers {where['transformers']}.\n\n" + table(["", *results], rows)
     )

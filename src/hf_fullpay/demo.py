@@ -101,7 +101,9 @@ def run(out: Path, model: str | None = None, steps: int | None = None) -> int:
     print(f"2. converted, with one learned budget per head: {PLAN.describe()}")
     models = {"ordinary": _classifier(path, "sdpa")}
     models["full payment"] = hf_fullpay.convert(_classifier(path, "sdpa"), PLAN)
-    print(f"   {PAYMENT.shortfall(LENGTH)}")
+    print(
+        f"   over {LENGTH} keys the budget of {PAYMENT.budget} gives every key {PAYMENT.least(LENGTH):.2e} at the start"
+    )
 
     print("3. the same fine-tuning for both")
     found = {}
@@ -129,8 +131,10 @@ def run(out: Path, model: str | None = None, steps: int | None = None) -> int:
     paid = found["full payment"].weights
     promised = float(budgets.min()) / LENGTH
     kept = paid.least >= promised * (1 - 1e-5) and paid.row_error < 1e-5
+    verdict = "kept" if kept else "BROKEN"
     print(
-        f"   floor promised {promised:.2e}, rows sum to one within {paid.row_error:.0e}: {'kept' if kept else 'BROKEN'}"
+        f"   floor promised by the smallest learned budget {promised:.2e},"
+        f" rows sum to one within {paid.row_error:.0e}: {verdict}"
     )
 
     out.mkdir(parents=True, exist_ok=True)

@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--attention", metavar="NAME", choices=sorted(PRESETS), help="look at it under this preset")
     inspect.set_defaults(run=_inspect)
 
-    demo = commands.add_parser("demo", help="fine-tune a real encoder on long reviews, with proof (about 4 minutes)")
+    demo = commands.add_parser("demo", help="fine-tune a real encoder on long reviews, with its promises measured")
     demo.add_argument("--out", metavar="DIR", type=Path, default=Path("runs/demo"), help="where results go (runs/demo)")
     demo.add_argument("--model", metavar="PATH", help="Hub id or folder of another BERT encoder")
     demo.add_argument("--steps", type=int, help="training steps (for a quick look)")

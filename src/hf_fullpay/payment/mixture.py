@@ -65,7 +65,7 @@ class Budget:
     @property
     def is_neutral(self) -> bool:
         """Nothing is ever paid to the floor."""
-        return not self.learnable and (self.floor == 0 or self.budget == 0 or set(freeze([self.budget])) == {0.0})
+        return not self.learnable and (self.floor == 0 or (smallest(self.budget) == 0 and largest(self.budget) == 0))
 
     def least(self, n: int) -> float:
         """Weight promised to every one of n visible keys (by the head with the smallest budget)."""
