@@ -77,7 +77,7 @@ def attend(
         gain = dynamic_gain(
             to_heads("alpha", strengths.get("alpha", plan.scores.start()), query), plan.scores.max_scale
         )
-        if gain != 1.0 if isinstance(gain, float) else True:
+        if not (isinstance(gain, float) and gain == 1.0):
             query = (query.to(accumulate(query.dtype)) * gain).to(query.dtype)
             bias = bias * gain if bias is not None else None
 

@@ -202,6 +202,8 @@ def finetune(model: Any, train: TensorDataset, name: str, steps: int | None = No
     from tqdm import tqdm
     from transformers import get_linear_schedule_with_warmup
 
+    from hf_fullpay.hf.strengths import no_decay_parameters
+
     accelerator = Accelerator(mixed_precision="bf16")
     set_seed(0)
     model.bert.embeddings.requires_grad_(False)
@@ -210,9 +212,10 @@ def finetune(model: Any, train: TensorDataset, name: str, steps: int | None = No
         {"params": [], "lr": 1e-3, "weight_decay": 0.01},  # the fresh head
         {"params": [], "lr": 2e-2, "weight_decay": 0.0},  # learned budgets
     ]
+    learned = set(no_decay_parameters(model))
     for key, parameter in model.named_parameters():
         if parameter.requires_grad:
-            group = 2 if ".fullpay." in key else 1 if key.startswith(("classifier", "bert.pooler")) else 0
+            group = 2 if key in learned else 1 if key.startswith(("classifier", "bert.pooler")) else 0
             groups[group]["params"].append(parameter)
     optimizer = torch.optim.AdamW([group for group in groups if group["params"]])
     order = torch.Generator().manual_seed(0)

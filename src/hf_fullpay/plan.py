@@ -22,6 +22,7 @@ from hf_fullpay.scores import Bounded, DynamicScale, Plain, Scores
 VERSION = 1
 VANILLA = "vanilla"
 ALL = "all"
+LENGTHS = (128, 512, 2048)  # at which cards and reports state promises
 Layers = str | tuple[int, ...] | tuple[tuple[str, str], ...]  # a table is kept as pairs: hashable, fit for pickling
 
 _KINDS: dict[str, dict[str, Any]] = {

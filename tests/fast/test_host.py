@@ -14,26 +14,11 @@ from torch import Tensor, nn
 from hf_fullpay.core.visible import Visible
 from hf_fullpay.fast.host import band_attention, host_attention
 from hf_fullpay.fast.mean import blend, visible_mean
+from padded import B, padding
 
 CPU = torch.device("cpu")
-B, G, H = 2, 2, 4
+G, H = 2, 4
 LENGTHS = [(1, 1), (5, 5), (17, 63), (63, 17), (64, 64), (65, 65), (130, 130), (5, 130), (1, 65)]
-
-
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-
-
-def padding(kind: str, m: int) -> Tensor | None:
-    """Key padding whose second sequence is all hidden."""
-    if kind == "none":
-        return None
-    keys = torch.ones(B, m, dtype=torch.bool)
-    keys[0, : m // 3] = kind == "right"
-    keys[0, m - m // 3 :] = kind == "left"
-    keys[1] = False
-    return keys
 
 
 def inputs(n: int, m: int, d: int = 8, dv: int = 8, dtype: torch.dtype = torch.float64) -> list[Tensor]:

@@ -11,26 +11,11 @@ from torch import Tensor
 
 from hf_fullpay.core.visible import Visible
 from hf_fullpay.fast.mean import blend, visible_mean
+from padded import B, padding
 
 CPU = torch.device("cpu")
-B, G, H = 2, 2, 4
+G, H = 2, 4
 LENGTHS = [(1, 1), (5, 17), (17, 5), (63, 63), (64, 130), (130, 130), (1, 65)]
-
-
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-
-
-def padding(kind: str, m: int) -> Tensor | None:
-    """Key padding whose second sequence is all hidden."""
-    if kind == "none":
-        return None
-    keys = torch.ones(B, m, dtype=torch.bool)
-    keys[0, : m // 3] = kind == "right"
-    keys[0, m - m // 3 :] = kind == "left"
-    keys[1] = False
-    return keys
 
 
 def dense_mean(value: Tensor, visible: Visible) -> Tensor:

@@ -40,21 +40,6 @@ class Visible:
     offset: int | None = None
     window: int | None = None
 
-    @property
-    def is_full(self) -> bool:
-        """Every query sees every key."""
-        return self.keys is None and self.is_uniform
-
-    @property
-    def is_uniform(self) -> bool:
-        """All queries of a sequence see the same keys (encoders, any padding)."""
-        return self.dense is None and self.offset is None
-
-    @property
-    def is_square_causal(self) -> bool:
-        """Plain causality of a sequence with itself: what `is_causal=True` of SDPA means."""
-        return self.dense is None and self.keys is None and self.offset == 0 and self.window is None
-
     def columns(self, start: int, stop: int) -> tuple[int, int]:
         """Range of keys outside which no query of rows start..stop-1 sees anything."""
         if self.offset is None:

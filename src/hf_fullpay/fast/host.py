@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_fullpay.core.numbers import accumulate
 from hf_fullpay.core.visible import Visible
 
 
@@ -130,7 +131,7 @@ def _causal_padded(query: Tensor, key: Tensor, value: Tensor, keys: Tensor, scal
     The public function does not promise that, hence the operator itself. Hidden keys get a finite score so low that
     their weight is exactly 0; rows that see nothing come out finite, for the caller to zero.
     """
-    wide = torch.promote_types(query.dtype, torch.float32)
+    wide = accumulate(query.dtype)
     lowest = torch.finfo(wide).min / 2
     mask = torch.zeros_like(keys, dtype=wide).masked_fill(~keys, lowest)[:, None, None, :]
     query, key, padded = _even(query, key, value)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_fullpay.core.numbers import accumulate
 from hf_fullpay.core.visible import Visible
 
 _BLOCK = 16  # rows summed by one small matrix product; a power of two, so that 1 / _BLOCK is exact in every dtype
@@ -36,7 +37,7 @@ def visible_mean(value: Tensor, visible: Visible) -> Tensor:
     mask = visible.tile(0, visible.n_queries)
     if mask is None:
         mask = torch.ones(1, 1, 1, visible.n_keys, dtype=torch.bool, device=value.device)
-    counts = mask.sum(-1, keepdim=True, dtype=_wide(value)).clamp(min=1)
+    counts = mask.sum(-1, keepdim=True, dtype=accumulate(value.dtype)).clamp(min=1)
     # The largest power of two up to the count keeps half-precision sums in range and is exact in every dtype.
     power = counts.log2().floor().exp2()
     weights = (mask / power).to(value.dtype)
@@ -74,22 +75,18 @@ class _Blend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, attended: Tensor, mean: Tensor, share: Tensor) -> Tensor:
         ctx.save_for_backward(attended, mean, share)
-        wide = _wide(attended)
+        wide = accumulate(attended.dtype)
         return torch.lerp(attended.to(wide), mean.to(wide), share.to(wide)).to(attended.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         attended, mean, share = ctx.saved_tensors
-        wide, to_share = _wide(grad), None
+        wide, to_share = accumulate(grad.dtype), None
         if ctx.needs_input_grad[2]:
             to_share = torch.sub(mean.to(wide), attended).mul_(grad).sum(-1, keepdim=True)
             to_share = to_share.sum_to_size(share.shape).to(share.dtype)
         to_mean = grad * share.to(wide)
         return (grad - to_mean).to(grad.dtype), to_mean.sum_to_size(mean.shape).to(mean.dtype), to_share
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _padded(rows: Tensor, front: int, back: int) -> Tensor:
@@ -125,7 +122,7 @@ def _window_sums(value: Tensor, visible: Visible) -> Tensor:
     front = window - 1 - offset  # window i becomes rows i .. i + W - 1
     if torch.compiler.is_exporting():
         rows = F.pad(value, (0, 0, front, n + offset - visible.n_keys))
-        return rows.unfold(2, window, 1).sum(-1, dtype=_wide(value)) / _BLOCK
+        return rows.unfold(2, window, 1).sum(-1, dtype=accumulate(value.dtype)) / _BLOCK
     # Compiled, one more than needed at times: the simpler expression compiles faster.
     stretches = n // window + 2 if torch.compiler.is_compiling() else -(-n // window) + 1
     rows = F.pad(value, (0, 0, front, stretches * window - front - visible.n_keys)).unflatten(2, (stretches, window))
@@ -153,7 +150,7 @@ def _running_sums(rows: Tensor, block: int, from_end: bool) -> Tensor:
 
     Inside blocks by a product with a triangle, over the blocks by a cumulative sum.
     """
-    size, wide = rows.shape[-2], _wide(rows)
+    size, wide = rows.shape[-2], accumulate(rows.dtype)
     if torch.compiler.is_compiling():  # views of symbolic sizes compile slowly and put conditions on exported lengths
         sums = rows.flip(-2).cumsum(-2, dtype=wide).flip(-2) if from_end else rows.cumsum(-2, dtype=wide)
         return sums / _BLOCK

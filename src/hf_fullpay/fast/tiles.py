@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_fullpay.core.numbers import accumulate
 from hf_fullpay.core.visible import Visible
 
 TILE_ELEMENTS = 1 << 18  # scores in a tile: 1 MiB in fp32, about the second-level cache of a core
@@ -86,7 +87,7 @@ def tiled_attention(
         raise ValueError("width: expected a tensor with `amplitude` or `rescale`, and only with one of them.")
     if centre is not None and centre.dim() == 3:
         centre = centre.unsqueeze(-1)
-    work = torch.promote_types(query.dtype, torch.float32)
+    work = accumulate(query.dtype)
     rows = [centre, width, None if rescale else amplitude, floor]
     bias, *rows = (x if x is None else x[(None,) * (4 - x.dim())] for x in (bias, *rows))
     out, _, _ = torch.ops.hf_fullpay.tiles_forward(
@@ -161,7 +162,7 @@ class _Pass:
         self.needs = dict(zip(_DIFFERENTIABLE, needs, strict=True))
         self.backwards = any(needs)
         self.dtype = self.query.dtype
-        self.work = torch.promote_types(self.dtype, torch.float32)
+        self.work = accumulate(self.dtype)
         # Both passes visit the tiles in the same order, and so draw the same numbers.
         self.generator = None if seed is None else torch.Generator(self.query.device).manual_seed(int(seed))
         # y = rate * (scores - centre) is squashed to z = gain * tanh(y), or to z = gain * sigmoid(y) with twice the
@@ -474,7 +475,7 @@ def _outputs(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     this = dict(zip(_NAMES, inputs, strict=True))
     batch, heads, queries, _ = this["query"].shape
     out = this["query"].new_zeros(batch, queries, heads, this["value"].shape[-1]).transpose(1, 2)
-    work = torch.promote_types(out.dtype, torch.float32)
+    work = accumulate(out.dtype)
     used = this["median"], this["floor"] is not None
     return out, *(out.new_zeros((batch, heads, queries, 1) if use else 0, dtype=work) for use in used)
 

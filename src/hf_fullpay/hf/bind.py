@@ -47,7 +47,7 @@ def bind(model: PreTrainedModel) -> None:
     plan = plan_of(model.config, name)
     indices = _layer_indices(model, [path for path, _ in unbound])
     total = max(indices) + 1
-    if plan.gate and not getattr(type(model.config), "holds_strengths", False):
+    if plan.gate and not holds_strengths(model):
         raise ValueError(
             f"{label}: expected a plan without gate=True, which has learned weights and no place for them in a stock "
             "class. Use hf_fullpay.convert(model, plan)."
@@ -89,6 +89,11 @@ def unbind(model: nn.Module) -> None:
     """Forget what modules were told; they are ordinary again."""
     for module in model.modules():
         module.__dict__.pop(BINDING, None)
+
+
+def holds_strengths(module: nn.Module) -> bool:
+    """Whether a module belongs to a converted model, which has a place for learned numbers."""
+    return getattr(type(getattr(module, "config", None)), "holds_strengths", False)
 
 
 def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, Layer]]:

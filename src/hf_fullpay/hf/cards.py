@@ -10,10 +10,9 @@ from huggingface_hub import ModelCard, ModelCardData
 from transformers import PreTrainedModel
 
 from hf_fullpay.hf.checkpoints import auto_class_of
-from hf_fullpay.plan import AttentionPlan
+from hf_fullpay.plan import LENGTHS, AttentionPlan
 
 TEMPLATE = Path(__file__).with_name("card_template.md")
-LENGTHS = (128, 512, 2048)
 # What a card always speaks of, measured or not.
 FIGURES = (
     "accuracy",

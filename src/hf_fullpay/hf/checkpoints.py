@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_fullpay.hf.bind import CARRIER, bind, is_ours, layers_of
 from hf_fullpay.hf.forward import PLAN, STRENGTHS, pass_input
@@ -145,8 +145,3 @@ def write_shim(folder: Path, kind: type[Any]) -> None:
     (folder / f"{SHIM}.py").write_text(
         f'"""This checkpoint needs hf-fullpay: pip install hf-fullpay"""\n\nfrom hf_fullpay import {names}  # noqa: F401\n'
     )
-
-
-def is_converted(config: PreTrainedConfig) -> bool:
-    """Whether a config belongs to a FullPay class."""
-    return isinstance(config, FullPayConfigMixin)

@@ -15,8 +15,6 @@ from safetensors import SafetensorError
 
 from hf_fullpay.plan import PRESETS, AttentionPlan, with_options
 
-LENGTHS = (128, 512, 2048)
-
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; 0 when it worked, 2 with one sentence on the error output when the input was wrong."""

@@ -10,9 +10,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedMode
 from hf_fullpay.hf.bind import is_ours, layers_of
 from hf_fullpay.hf.models import architecture
 from hf_fullpay.hf.strengths import Strengths
-from hf_fullpay.plan import AttentionPlan
-
-LENGTHS = (128, 512, 2048)
+from hf_fullpay.plan import LENGTHS, AttentionPlan
 
 
 def inspect_model(path: str, attention: str | None = None) -> str:

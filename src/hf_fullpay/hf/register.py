@@ -20,7 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from hf_fullpay.core.errors import wrong
-from hf_fullpay.hf.bind import bind, is_ours, layers_of, refuse_class, unbind
+from hf_fullpay.hf.bind import bind, holds_strengths, is_ours, layers_of, refuse_class, unbind
 from hf_fullpay.hf.forward import CARRIER, STRENGTHS, make_forward
 from hf_fullpay.hf.masks import compact_mask
 from hf_fullpay.plan import BUILT_IN, PRESETS, AttentionPlan, _presets
@@ -129,8 +129,7 @@ def _set_attn_implementation(
 def _refuse_lost_numbers(model: PreTrainedModel) -> None:
     """A converted checkpoint that was loaded under another attention has left its learned numbers on disk."""
     for path, module, layer in layers_of(model):
-        converted = getattr(type(getattr(module, "config", None)), "holds_strengths", False)
-        if converted and layer.plan.is_learnable and getattr(module, STRENGTHS, None) is None:
+        if holds_strengths(module) and layer.plan.is_learnable and getattr(module, STRENGTHS, None) is None:
             raise ValueError(
                 f"{type(model).__name__}: expected learned numbers in {path!r}, got none, since the model was loaded under "
                 "another attention. Load the checkpoint again without attn_implementation."
