@@ -39,6 +39,7 @@ from hf_fullpay.scores.bounded import width_and_amplitude
 from hf_fullpay.scores.dynamic_scale import dynamic_gain
 
 Strengths = Mapping[str, Tensor]
+Given = Mapping[str, Tensor]
 
 
 def attend(
@@ -51,6 +52,7 @@ def attend(
     scaling: float,
     bias: Tensor | None = None,
     strengths: Strengths | None = None,
+    given: Given | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
     """Attention of one layer on the fast paths.
@@ -65,6 +67,7 @@ def attend(
         bias: added to the scores, broadcastable to (B, H, N, M); its gradient is returned.
         strengths: learned numbers that take the place of the plan's: "budget", "alpha", "bound" of shape (H,), and
             "gate", logits of shape (B, H, N, 1).
+        given: what this call brings besides, by the names in `plan.inputs`.
         dropout: probability with which a softmax weight is dropped; the floor is never dropped.
 
     Returns:
@@ -154,6 +157,7 @@ def attention(
     is_causal: bool | str = False,
     scaling: float | None = None,
     dropout: float = 0.0,
+    given: Given | None = None,
     return_weights: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention under a plan, on plain tensors.
@@ -170,6 +174,7 @@ def attention(
             "lower_right" (the last query sees all keys, as in decoding with a cache). Combines with `visible`.
         scaling: factor of the scores; None for 1 / sqrt(D).
         dropout: probability in [0, 1) of dropping a softmax weight (others grow by 1 / (1 - dropout)); never the floor.
+        given: tensors that the plan reads besides, by the names in `plan.inputs`.
         return_weights: also return the weights, computed by the dense reference: N x M memory.
 
     Returns:
@@ -183,6 +188,8 @@ def attention(
     check_shapes(query, key, value)
     check_number("dropout", dropout, low=0, high=1, open_high=True)
     check_flag("return_weights", return_weights)
+    if unknown := set(given or {}) - set(plan.inputs):
+        raise wrong("given", f"names out of {sorted(plan.inputs)} for {plan.describe()}", sorted(unknown))
     if scaling is not None:
         check_number("scaling", scaling, low=0, open_low=True)
     if plan.gate:
@@ -197,6 +204,7 @@ def attention(
         "allowed": allowed,
         "scaling": query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         "bias": bias,
+        "given": given,
         "dropout": dropout,
     }
     # What is computed in FP32 must stay so under autocast.

@@ -80,6 +80,11 @@ class AttentionPlan:
         """Whether `convert` makes parameters for this plan."""
         return self.gate or any(getattr(part, "learnable", False) for part in (self.scores, self.payment))
 
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the arguments of a call that this plan reads, such as positions or times."""
+        return self.reach.inputs + self.scores.inputs
+
     def for_layers(self, total: int) -> list[AttentionPlan]:
         """The plan of each of `total` layers: this one, or the ordinary attention.
 

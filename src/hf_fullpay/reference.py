@@ -36,6 +36,7 @@ def reference_attention(
     scaling: float,
     bias: Tensor | None = None,
     strengths: Mapping[str, Tensor] | None = None,
+    given: Mapping[str, Tensor] | None = None,
     dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Output (B, H, N, Dv) and weights (B, H, N, M), both in the type of query; arguments as in `attend`."""

@@ -60,7 +60,7 @@ def with_cross_attention(attention, name):
 @pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "bart", "whisper"])
 @pytest.mark.parametrize("attention", BANDS)
 def test_a_band_has_no_meaning_in_cross_attention(name, attention):
-    with pytest.raises(ValueError, match=r"band has no meaning in the cross-attention.*reach=Full\(\)"):
+    with pytest.raises(ValueError, match=r"band has no meaning in cross-attention.*reach=Full\(\)"):
         with_cross_attention(attention, name)
     model = with_cross_attention("sdpa", name)
     with pytest.raises(ValueError, match="band has no meaning"):

@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 from hf_fullpay.attend import warn
 from hf_fullpay.hf.forward import BINDING, CARRIER, Layer, plan_of
 from hf_fullpay.plan import PRESETS, AttentionPlan
-from hf_fullpay.reach import Band
 
 ADVICE = 'Load it with attn_implementation="sdpa" or "eager", or choose a model whose attention can be exchanged.'
 
@@ -151,10 +150,12 @@ def _refuse_needs(label: str, path: str, module: nn.Module, plan: AttentionPlan)
                 f"{label}: {type(module).__name__} needs {need}, which hf-fullpay does not implement. {ADVICE}"
             )
     cross = getattr(module, "is_cross_attention", False) or re.search(_CROSS, f"{path}.{type(module).__name__}")
-    if cross and isinstance(plan.reach, Band):
+    causal = bool(getattr(module, "is_causal", False))
+    image = getattr(config, "patch_size", None) is not None
+    if reason := plan.reach.misfit(cross=bool(cross), causal=causal, image=image):
         raise ValueError(
-            f"{label}: a band has no meaning in the cross-attention of {type(module).__name__}, whose queries and keys "
-            "are different sequences. Use a plan with reach=Full(), for example the preset 'fullpay' or 'bounded'."
+            f"{label}: {reason} ({type(module).__name__} at {path!r}). Use a plan with reach=Full(), for example the "
+            "preset 'fullpay' or 'bounded'."
         )
 
 

@@ -85,6 +85,7 @@ def make_forward(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
             "scaling": query.shape[-1] ** -0.5 if scaling is None else scaling,
             "bias": bias,
             "strengths": _strengths(module, kwargs.get(INPUT)),
+            "given": {name: kwargs[name] for name in layer.plan.inputs if kwargs.get(name) is not None},
             "dropout": dropout,
         }
         # Sums, means and the tanh must stay in FP32; what may run in BF16 has that type already.

@@ -26,6 +26,7 @@ class Band:
 
     size: int = 128
     kind: ClassVar[str] = "band"
+    inputs: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         check_count("Band(size=...)", self.size, high=LONGEST)
@@ -33,3 +34,7 @@ class Band:
     def restrict(self, allowed: Visible) -> Visible:
         """Keys within reach, out of those that the mask allows."""
         return allowed.within(self.size)
+
+    def misfit(self, *, cross: bool, causal: bool, image: bool) -> str | None:
+        """Why this reach makes no sense for an attention module; arguments as in `Full.misfit`."""
+        return "a band has no meaning in cross-attention, whose queries and keys are different sequences" if cross else None

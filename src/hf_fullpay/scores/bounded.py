@@ -46,6 +46,7 @@ class Bounded:
     temperature: float | str = "auto"
     slope: str = "preserve"
     kind: ClassVar[str] = "bounded"
+    inputs: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bound", freeze(self.bound))

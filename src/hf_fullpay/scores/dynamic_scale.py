@@ -33,6 +33,7 @@ class DynamicScale:
     alpha: PerHead | None = None
     learnable: bool = True
     kind: ClassVar[str] = "dynamic_scale"
+    inputs: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         for option in ("max_scale", "alpha"):

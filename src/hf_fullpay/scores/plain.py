@@ -11,3 +11,4 @@ class Plain:
     """Scores as they are."""
 
     kind: ClassVar[str] = "plain"
+    inputs: ClassVar[tuple[str, ...]] = ()
