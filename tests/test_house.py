@@ -15,10 +15,11 @@ MAY = {
     "scores": {"core", "scores"},
     "payment": {"core", "payment"},
     "fast": {"core", "fast"},
+    "layers": {"core", "layers"},
     "plan": {"core", "reach", "scores", "payment"},
     "reference": {"core", "reach", "scores", "payment", "plan"},
     "attend": {"core", "reach", "scores", "payment", "plan", "fast", "reference"},
-    "hf": {"core", "reach", "scores", "payment", "plan", "reference", "attend", "hf", "demo"},
+    "hf": {"core", "reach", "scores", "payment", "plan", "reference", "attend", "layers", "hf", "demo"},
     "diagnose": {"core", "diagnose"},
 }
 OUTSIDE = {"transformers", "peft", "huggingface_hub", "accelerate", "datasets", "matplotlib", "pandas"}

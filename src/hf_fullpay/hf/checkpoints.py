@@ -14,8 +14,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_fullpay.hf.bind import CARRIER, bind, is_ours, layers_of
+from hf_fullpay.hf.channels import attach_channels, initialize_channels
 from hf_fullpay.hf.forward import PLAN, STRENGTHS, pass_input
 from hf_fullpay.hf.strengths import Strengths, strengths_of
+from hf_fullpay.layers import SqueezeExcite
 from hf_fullpay.plan import AttentionPlan
 
 SHIM = "modeling_fullpay"
@@ -78,6 +80,7 @@ class FullPayModelMixin(InstalledCode):
     _supports_context_parallel = False
 
     def post_init(self) -> None:
+        attach_channels(self)  # type: ignore[arg-type]
         attach(self)  # type: ignore[arg-type]
         super().post_init()  # type: ignore[misc]
 
@@ -86,6 +89,8 @@ class FullPayModelMixin(InstalledCode):
         for module in self.modules():  # type: ignore[attr-defined]
             if isinstance(module, Strengths):
                 module.initialize()
+            elif isinstance(module, SqueezeExcite):
+                initialize_channels(module)
         super().initialize_weights()  # type: ignore[misc]
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:

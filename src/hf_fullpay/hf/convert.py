@@ -10,15 +10,23 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from hf_fullpay.attend import warn
+from hf_fullpay.core.errors import check_flag
+from hf_fullpay.hf.channels import CHANNELS, initialize_channels
 from hf_fullpay.hf.checkpoints import FullPayModelMixin
 from hf_fullpay.hf.forward import CARRIER, PLAN, STRENGTHS
 from hf_fullpay.hf.models import architecture, fullpay_of, stock_of
 from hf_fullpay.hf.strengths import Strengths
+from hf_fullpay.layers import SqueezeExcite
 from hf_fullpay.plan import BUILT_IN, PRESETS, AttentionPlan, resolve
 
 
 def convert(
-    model: PreTrainedModel | str | os.PathLike[str], plan: AttentionPlan | str, **loading: Any
+    model: PreTrainedModel | str | os.PathLike[str],
+    plan: AttentionPlan | str,
+    *,
+    channel_attention: bool = False,
+    **loading: Any,
 ) -> PreTrainedModel:
     """A model of the FullPay class that pays attention by `plan`.
 
@@ -27,6 +35,8 @@ def convert(
             or folder, loaded as the class its config names.
         plan: an AttentionPlan, or the name of a preset. What it makes learnable becomes FP32 parameters, one number per
             head, in a module named `fullpay` under each attention module that uses them.
+        channel_attention: for a ViT, squeeze-and-excitation after the feed-forward of every layer (`SqueezeExcite`);
+            it starts as the identity, and the checkpoint holds it.
         loading: for a Hub id or folder, arguments of `from_pretrained` (dtype, revision, ...).
 
     Returns:
@@ -44,19 +54,32 @@ def convert(
         raise ValueError(f"convert: expected a Transformers model, a Hub id or a folder, got {type(model).__name__}.")
     stock = model if isinstance(model, PreTrainedModel) else _load(model, loading)
     kind = fullpay_of(type(stock))
+    check_flag("convert(channel_attention=...)", channel_attention)
+    if channel_attention and not hasattr(kind.config_class, CHANNELS):
+        raise ValueError(
+            f"convert(channel_attention=True): expected a ViT, whose tokens are patches of an image, "
+            f"got {type(stock).__name__}."
+        )
     # A name of the user's own means nothing in another process; the plan itself is in the config.
     name = next((name for name in sorted(BUILT_IN) if PRESETS[name] == plan), CARRIER)
-    return _rebuild(stock, kind, name, {PLAN: plan.to_dict()})
+    extra = {PLAN: plan.to_dict()} | ({CHANNELS: True} if channel_attention else {})
+    return _rebuild(stock, kind, name, extra)
 
 
 def revert(model: PreTrainedModel) -> PreTrainedModel:
-    """The stock model again, with the same weights and ordinary attention; learned numbers are left behind.
+    """The stock model again, with the same weights and ordinary attention; learned numbers and channel attention are
+    left behind (the latter with a warning, since a trained one changes what the model computes).
 
     Raises:
         ValueError: if `model` is no FullPay model.
     """
     if not isinstance(model, FullPayModelMixin):
         raise ValueError(f"revert: expected a FullPay model, got {type(model).__name__}.")
+    if getattr(model.config, CHANNELS, False):
+        warn(
+            f"revert: the channel attention of {type(model).__name__} is left behind, for which "
+            f"{stock_of(type(model)).__name__} has no place. If it was trained, the reverted model computes something else."
+        )
     return _rebuild(model, stock_of(type(model)), "sdpa", {})
 
 
@@ -77,7 +100,7 @@ def _load(path: str | os.PathLike[str], loading: dict[str, Any]) -> PreTrainedMo
 def _rebuild(model: PreTrainedModel, kind: type[Any], name: str, extra: dict[str, Any]) -> PreTrainedModel:
     """An instance of another class around the same parameters and buffers."""
     written = model.config.to_dict()
-    for key in ("model_type", "attn_implementation", "architectures", "auto_map", PLAN):
+    for key in ("model_type", "attn_implementation", "architectures", "auto_map", PLAN, CHANNELS):
         written.pop(key, None)
     config = kind.config_class.from_dict(written | extra)
     config._attn_implementation = name
@@ -90,7 +113,10 @@ def _rebuild(model: PreTrainedModel, kind: type[Any], name: str, extra: dict[str
         if isinstance(module, Strengths):
             module.initialize()
             module.to(model.device)
-        else:
+        elif isinstance(module, SqueezeExcite):
+            initialize_channels(module)
+            module.to(model.device, model.dtype)
+        elif _is_stock(path):
             _share(module, model.get_submodule(path))
     built.name_or_path = model.name_or_path
     if getattr(model, "generation_config", None) is not None:
@@ -115,14 +141,18 @@ def _refuse_changed(model: PreTrainedModel, built: PreTrainedModel) -> None:
 
 def _without_strengths(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
     """Modules by path, without our own and without the classes of the models around the layers."""
-    return [(path, module) for path, module in model.named_modules() if not isinstance(module, Strengths)]
+    return [(path, module) for path, module in model.named_modules() if _is_stock(path)]
+
+
+def _is_stock(path: str) -> bool:
+    return {STRENGTHS, CHANNELS}.isdisjoint(path.split("."))
 
 
 def _shape(module: nn.Module) -> tuple[str, frozenset[str], frozenset[str]]:
     """What a module is: its class (models count by what they stand on), its parameters, its children but for ours."""
     kind = type(module)
     name = stock_of(kind).__name__ if isinstance(module, FullPayModelMixin) else kind.__name__
-    return name, frozenset(module._parameters), frozenset(module._modules) - {STRENGTHS}
+    return name, frozenset(module._parameters), frozenset(module._modules) - {STRENGTHS, CHANNELS}
 
 
 def _told(shape: tuple[str, frozenset[str], frozenset[str]] | None) -> str:

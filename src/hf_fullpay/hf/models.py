@@ -30,10 +30,11 @@ class FullPayBertConfig(FullPayConfigMixin, transformers.BertConfig):
 
 @strict(accept_kwargs=True)
 class FullPayViTConfig(FullPayConfigMixin, transformers.ViTConfig):
-    """ViTConfig with a plan under `fullpay`."""
+    """ViTConfig with a plan under `fullpay`, and whether channel attention follows every feed-forward."""
 
     model_type = "fullpay_vit"
     fullpay: dict[str, Any] | None = None
+    channel_attention: bool = False
 
 
 @strict(accept_kwargs=True)
