@@ -12,7 +12,18 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hf_fullpay import PRESETS, AttentionPlan, Band, Bounded, Clamp, DynamicScale, FullPayWarning, Mixture, attention
+from hf_fullpay import (
+    PRESETS,
+    AttentionPlan,
+    Band,
+    Bounded,
+    Clamp,
+    DelayBias,
+    DynamicScale,
+    FullPayWarning,
+    Mixture,
+    attention,
+)
 from hf_fullpay.attend import visible_of
 from hf_fullpay.payment.mixture import Budget
 
@@ -30,6 +41,7 @@ PLANS = {
     "sharpen": AttentionPlan(scores=Bounded(bound=1.0, slope="sharpen", temperature=0.5)),
     "rescale": AttentionPlan(scores=Bounded(bound=3.0, slope="rescale", temperature=1.0)),
     "gain": AttentionPlan(scores=DynamicScale(alpha=(1.0, -1.0, 0.0, 2.0)), payment=Mixture(budget=0.2)),
+    "delay": AttentionPlan(Band(6), DelayBias(beta=(0.5, 1.0, 0.0, 2.0), learnable=False), Mixture(budget=0.2)),
     "all at once": AttentionPlan(Band(5), Bounded(bound=1.0), Clamp(floor=None, budget=0.3)),
 }
 MASKS = (
@@ -93,8 +105,10 @@ def seen(plan, kind, n, m, query):
 
 
 def applies(plan, kind, n, m):
-    """A band places queries by causality or their last key; without either they must be one, or as many as the keys."""
-    return not isinstance(plan.reach, Band) or n in (1, m) or kind not in ("none", "left", "right")
+    """A band and a delay place queries by causality or their last key; without either they must be one, or as many as
+    the keys."""
+    placed = isinstance(plan.reach, Band) or isinstance(plan.scores, DelayBias)
+    return not placed or n in (1, m) or kind not in ("none", "left", "right")
 
 
 CASES = pytest.mark.parametrize(("name", "kind"), [(name, kind) for name in PLANS for kind in MASKS])
@@ -105,7 +119,7 @@ CASES = pytest.mark.parametrize(("name", "kind"), [(name, kind) for name in PLAN
 def test_fast_equals_reference(name, kind, n, m):
     plan = PLANS[name]
     if not applies(plan, kind, n, m):
-        with pytest.raises(ValueError, match="band"):
+        with pytest.raises(ValueError, match=r"band|delay"):
             attention(*tensors(n, m), plan=plan, **mask(kind, n, m))
         return
     leaves = [t.requires_grad_() for t in tensors(n, m)]
@@ -137,7 +151,7 @@ def test_rows_floor_order_and_hidden_keys(name, kind):
         floor = torch.full_like(counts, math.inf if plan.payment.floor is None else plan.payment.floor)
         promised = torch.minimum(floor, budget / counts.clamp_min(1)).expand_as(weights)
         assert (weights[paid & some[..., None]] >= promised[paid & some[..., None]] - 1e-12).all()
-    if not isinstance(plan.payment, Clamp):
+    if not isinstance(plan.payment, Clamp) and not isinstance(plan.scores, DelayBias):
         bias = mask(kind, n, n).get("visible")
         scores = query @ key.repeat_interleave(2, 1).mT / math.sqrt(8)
         if kind == "additive":

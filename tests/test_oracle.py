@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from hf_fullpay import AttentionPlan, Bounded, Clamp, DynamicScale, Mixture, Plain, Softmax
+from hf_fullpay import AttentionPlan, Bounded, Clamp, DelayBias, DynamicScale, Mixture, Plain, Softmax
 from hf_fullpay.attend import attend
 from hf_fullpay.core.visible import Visible
 from hf_fullpay.reference import reference_attention
@@ -26,26 +26,29 @@ def plan_of(written):
         scores = Bounded(**{name: written[name] for name in ("bound", "centre", "temperature")})
     elif written.get("scores") == "dynamic_scale":
         scores = DynamicScale(max_scale=written["max_scale"], alpha=written["alpha"])
+    elif written.get("scores") == "delay":
+        scores = DelayBias(beta=written["beta"], learnable=False)
     if kind := {"mixture": Mixture, "clamp": Clamp}.get(written.get("payment")):
         payment = kind(floor=written["floor"], budget=written["budget"])
     return AttentionPlan(scores=scores, payment=payment)
 
 
 def test_all_files_are_there():
-    assert len(FILES) == 81
+    assert len(FILES) == 84
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 @pytest.mark.parametrize("run", [reference_attention, attend], ids=["reference", "fast"])
 def test_agrees_to_1e_10(path, run):
     written, tensors = load(path)
-    names = [name for name in ("query", "key", "value", "budget", "alpha") if name in tensors]
+    names = [name for name in ("query", "key", "value", "budget", "alpha", "beta") if name in tensors]
     leaves = {name: tensors[name].requires_grad_() for name in names}
     query, key = leaves["query"], leaves["key"]
     result = run(
         query, key, leaves["value"], plan=plan_of(written), scaling=query.shape[-1] ** -0.5,
         allowed=Visible(query.shape[2], key.shape[2], query.device, dense=tensors["visible"]),
-        strengths={name: leaves[name] for name in ("budget", "alpha") if name in leaves},
+        strengths={name: leaves[name] for name in ("budget", "alpha", "beta") if name in leaves},
+        given={"times": tensors["times"], "delays": tensors["delay"]} if "delay" in tensors else None,
     )  # fmt: skip
     output = result
     if run is reference_attention:

@@ -17,7 +17,7 @@ from hf_fullpay.hf.register import register, register_presets
 from hf_fullpay.payment import Clamp, Mixture, Softmax
 from hf_fullpay.plan import PRESETS, AttentionPlan
 from hf_fullpay.reach import Band, Full
-from hf_fullpay.scores import Bounded, DynamicScale, Plain
+from hf_fullpay.scores import Bounded, DelayBias, DynamicScale, Plain
 
 __all__ = [
     "PRESETS",
@@ -25,6 +25,7 @@ __all__ = [
     "Band",
     "Bounded",
     "Clamp",
+    "DelayBias",
     "DynamicScale",
     "Full",
     "FullPayWarning",

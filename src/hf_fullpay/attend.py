@@ -5,10 +5,11 @@ Dimensions: B batch, H query heads, G key/value heads (G divides H), N queries, 
     scores \\ payment      softmax          mixture                   clamp
     plain                 host             host + mean               tiles
     dynamic scale         host             host + mean               tiles
+    delay bias            delay            delay + mean              refused by the plan
     bounded               tiles            tiles + mean              tiles
 
-host is torch's scaled_dot_product_attention (chunked for a band), tiles recomputes scores in tiles of rows, mean is the
-mean of visible values, linear in N. Asked for weights, the dense reference answers.
+host is torch's scaled_dot_product_attention (chunked for a band), tiles and delay recompute scores in tiles of rows, mean
+is the mean of visible values, linear in N. Asked for weights, the dense reference answers.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from hf_fullpay.core.numbers import accumulate, to_heads
 from hf_fullpay.core.shapes import check_shapes, split_mask
 from hf_fullpay.core.visible import Visible
 from hf_fullpay.core.warning import FullPayWarning
+from hf_fullpay.fast.delay import delayed_attention
 from hf_fullpay.fast.host import host_attention
 from hf_fullpay.fast.mean import blend, visible_mean
 from hf_fullpay.fast.tiles import tiled_attention
@@ -34,8 +36,9 @@ from hf_fullpay.payment.gate import gated
 from hf_fullpay.payment.mixture import Budget, share
 from hf_fullpay.plan import AttentionPlan, resolve
 from hf_fullpay.reference import reference_attention
-from hf_fullpay.scores import Bounded, DynamicScale
+from hf_fullpay.scores import Bounded, DelayBias, DynamicScale
 from hf_fullpay.scores.bounded import width_and_amplitude
+from hf_fullpay.scores.delay import clocks
 from hf_fullpay.scores.dynamic_scale import dynamic_gain
 
 Strengths = Mapping[str, Tensor]
@@ -65,7 +68,7 @@ def attend(
         allowed: the keys that the model's mask allows; the plan's reach cuts it further.
         scaling: factor of the scores.
         bias: added to the scores, broadcastable to (B, H, N, M); its gradient is returned.
-        strengths: learned numbers that take the place of the plan's: "budget", "alpha", "bound" of shape (H,), and
+        strengths: learned numbers that take the place of the plan's: "budget", "alpha", "bound", "beta" of shape (H,), and
             "gate", logits of shape (B, H, N, 1).
         given: what this call brings besides, by the names in `plan.inputs`.
         dropout: probability with which a softmax weight is dropped; the floor is never dropped.
@@ -86,6 +89,14 @@ def attend(
 
     if isinstance(plan.scores, Bounded) or isinstance(plan.payment, Clamp):
         output = _tiled(query, key, value, plan, visible, scaling, bias, strengths, dropout)
+    elif isinstance(plan.scores, DelayBias) and not (plan.scores.is_neutral and "beta" not in strengths):
+        beta = to_heads("beta", strengths.get("beta", plan.scores.beta), query)
+        query_times, key_times, delays = clocks(plan.scores, given, allowed, query)
+        output = delayed_attention(
+            query, key, value, visible=visible, scaling=scaling, bias=bias, dropout=dropout,
+            beta=beta if isinstance(beta, Tensor) else query.new_full((1, 1, 1, 1), beta, dtype=accumulate(query.dtype)),
+            query_times=query_times, key_times=key_times, delays=delays,
+        )  # fmt: skip
     else:
         output = host_attention(query, key, value, visible=visible, scaling=scaling, bias=bias, dropout=dropout)
 

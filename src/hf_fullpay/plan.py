@@ -17,7 +17,7 @@ from hf_fullpay.core.errors import check_count, check_flag, wrong
 from hf_fullpay.core.numbers import from_json, to_json
 from hf_fullpay.payment import Clamp, Mixture, Payment, Softmax
 from hf_fullpay.reach import Band, Full, Reach
-from hf_fullpay.scores import Bounded, DynamicScale, Plain, Scores
+from hf_fullpay.scores import Bounded, DelayBias, DynamicScale, Plain, Scores
 
 VERSION = 1
 VANILLA = "vanilla"
@@ -27,7 +27,7 @@ Layers = str | tuple[int, ...] | tuple[tuple[str, str], ...]  # a table is kept 
 
 _KINDS: dict[str, dict[str, Any]] = {
     "reach": {kind.kind: kind for kind in (Full, Band)},
-    "scores": {kind.kind: kind for kind in (Plain, Bounded, DynamicScale)},
+    "scores": {kind.kind: kind for kind in (Plain, Bounded, DynamicScale, DelayBias)},
     "payment": {kind.kind: kind for kind in (Softmax, Mixture, Clamp)},
 }
 _LAYERS = '"all", "all_but_last", "from:L", a list of layer numbers, or a table such as {"0-5": "vanilla", "6-": "all"}'
@@ -39,7 +39,7 @@ class AttentionPlan:
 
     Args:
         reach: which keys a query sees: Full or Band.
-        scores: how logits are made: Plain, Bounded or DynamicScale.
+        scores: how logits are made: Plain, Bounded, DynamicScale or DelayBias.
         payment: how weights are made from logits: Softmax, Mixture or Clamp.
         gate: a learned output gate per head (needs `convert`).
         layers: where the plan applies; the other layers stay ordinary ("vanilla"). "all", "all_but_last", "from:6",
@@ -66,6 +66,11 @@ class AttentionPlan:
                 )
         check_flag("AttentionPlan(gate=...)", self.gate)
         object.__setattr__(self, "layers", _check_layers(self.layers))
+        if isinstance(self.scores, DelayBias) and isinstance(self.payment, Clamp):
+            raise wrong(
+                "AttentionPlan(payment=...)", "Softmax or Mixture with DelayBias scores", self.payment,
+                "No fast path clamps delayed scores; Mixture promises the same floor.",
+            )  # fmt: skip
 
     def __hash__(self) -> int:
         return hash((self.reach, self.scores, self.payment, self.gate, self.layers))
@@ -84,6 +89,11 @@ class AttentionPlan:
     def inputs(self) -> tuple[str, ...]:
         """Names of the arguments of a call that this plan reads, such as positions or times."""
         return self.reach.inputs + self.scores.inputs
+
+    def misfit(self, *, cross: bool, causal: bool, image: bool) -> str | None:
+        """Why this plan makes no sense for an attention module; arguments as in `Full.misfit`."""
+        scores = self.scores.misfit(cross=cross, causal=causal, image=image) if hasattr(self.scores, "misfit") else None
+        return self.reach.misfit(cross=cross, causal=causal, image=image) or scores
 
     def for_layers(self, total: int) -> list[AttentionPlan]:
         """The plan of each of `total` layers: this one, or the ordinary attention.
@@ -153,6 +163,8 @@ class AttentionPlan:
             found.append(
                 f"scores are multiplied by a gain between 0 and {self.scores.max_scale:g}; their order is kept"
             )
+        if isinstance(self.scores, DelayBias):
+            found.append("a key one unit of time further out of step loses a factor exp(-beta_h) of its weight")
         if isinstance(self.reach, Band):
             paid_outside = isinstance(self.payment, Mixture) and self.payment.pay == "visible"
             outside = (
@@ -175,12 +187,17 @@ class AttentionPlan:
 
 def _words(part: Any) -> str:
     shown = [
-        f"{f.name}={getattr(part, f.name)!r}"
+        f"{f.name}={_value(getattr(part, f.name))}"
         for f in dataclasses.fields(part)
-        if f.name in ("size", "floor", "budget", "bound", "centre", "temperature", "max_scale")
+        if f.name in ("size", "floor", "budget", "bound", "centre", "temperature", "max_scale", "beta")
         or getattr(part, f.name) != f.default
     ]
     return f"{type(part).__name__}({', '.join(shown)})"
+
+
+def _value(value: Any) -> str:
+    """A table of numbers by its size."""
+    return f"{len(value)} x {len(value)}" if isinstance(value, tuple) and isinstance(value[0], tuple) else repr(value)
 
 
 def _part(option: str, data: Any) -> Any:
@@ -262,6 +279,7 @@ _presets: dict[str, AttentionPlan] = {
     ),
     "dynamic_scale": AttentionPlan(scores=DynamicScale(max_scale=2.0)),
     "band_causal": AttentionPlan(reach=Band(128)),
+    "delay_aware": AttentionPlan(scores=DelayBias(beta=0.01)),
 }
 PRESETS: Mapping[str, AttentionPlan] = MappingProxyType(_presets)
 BUILT_IN = frozenset(_presets)  # the names that every installation knows

@@ -21,8 +21,9 @@ from hf_fullpay.payment.gate import gated
 from hf_fullpay.payment.mixture import mixture_weights
 from hf_fullpay.payment.softmax import softmax_weights
 from hf_fullpay.plan import AttentionPlan
-from hf_fullpay.scores import Bounded, DynamicScale
+from hf_fullpay.scores import Bounded, DelayBias, DynamicScale
 from hf_fullpay.scores.bounded import bounded_scores
+from hf_fullpay.scores.delay import clocks, lags
 from hf_fullpay.scores.dynamic_scale import dynamic_gain
 
 
@@ -59,6 +60,9 @@ def reference_attention(
         bound = to_heads("bound", strengths.get("bound", plan.scores.limit), query)
         options = {name: getattr(plan.scores, name) for name in ("centre", "temperature", "slope")}
         scores = bounded_scores(scores, visible, bound=bound, **options)
+    elif isinstance(plan.scores, DelayBias):
+        beta = to_heads("beta", strengths.get("beta", plan.scores.beta), query)
+        scores = scores - beta * lags(*clocks(plan.scores, given, allowed, query)).abs().to(kind)[:, None]
 
     weights = softmax_weights(scores, visible)
     # Dropout acts on what the softmax pays, never on the floor.

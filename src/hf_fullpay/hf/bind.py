@@ -152,7 +152,7 @@ def _refuse_needs(label: str, path: str, module: nn.Module, plan: AttentionPlan)
     cross = getattr(module, "is_cross_attention", False) or re.search(_CROSS, f"{path}.{type(module).__name__}")
     causal = bool(getattr(module, "is_causal", False))
     image = getattr(config, "patch_size", None) is not None
-    if reason := plan.reach.misfit(cross=bool(cross), causal=causal, image=image):
+    if reason := plan.misfit(cross=bool(cross), causal=causal, image=image):
         raise ValueError(
             f"{label}: {reason} ({type(module).__name__} at {path!r}). Use a plan with reach=Full(), for example the "
             "preset 'fullpay' or 'bounded'."
@@ -166,7 +166,8 @@ def _check_heads(label: str, module: nn.Module, config: Any, plan: AttentionPlan
     heads = next((found for owner, name in owners if isinstance(found := getattr(owner, name, None), int)), None)
     for part in (plan.scores, plan.payment):
         for option, value in vars(part).items():
-            if heads is not None and isinstance(value, tuple) and len(value) != heads:
+            per_head = isinstance(value, tuple) and option not in plan.inputs
+            if heads is not None and per_head and len(value) != heads:
                 raise ValueError(f"{label}: {option}: expected one number or one per head ({heads}), got {len(value)}.")
 
 
