@@ -11,6 +11,7 @@ from importlib.metadata import version
 from hf_fullpay.attend import attention
 from hf_fullpay.core.warning import FullPayWarning
 from hf_fullpay.hf.convert import convert, revert
+from hf_fullpay.hf.forecaster import FullPayForecaster, FullPayForecasterConfig, register_forecaster
 from hf_fullpay.hf.models import *  # noqa: F403
 from hf_fullpay.hf.models import CONFIGS, MODELS, register_models
 from hf_fullpay.hf.register import register, register_presets
@@ -28,6 +29,8 @@ __all__ = [
     "DelayBias",
     "DynamicScale",
     "Full",
+    "FullPayForecaster",
+    "FullPayForecasterConfig",
     "FullPayWarning",
     "Mixture",
     "Plain",
@@ -44,3 +47,4 @@ __version__ = version("hf-fullpay")
 
 register_presets()
 register_models()
+register_forecaster()

@@ -71,10 +71,15 @@ def revert(model: PreTrainedModel) -> PreTrainedModel:
     left behind (the latter with a warning, since a trained one changes what the model computes).
 
     Raises:
-        ValueError: if `model` is no FullPay model.
+        ValueError: if `model` is no FullPay model, or one that stands on no stock class.
     """
     if not isinstance(model, FullPayModelMixin):
         raise ValueError(f"revert: expected a FullPay model, got {type(model).__name__}.")
+    if stock_of(type(model)) is PreTrainedModel:
+        raise ValueError(
+            f"revert: expected a model with a stock class, got {type(model).__name__}, which has none. For ordinary "
+            'attention: model.set_attn_implementation("sdpa").'
+        )
     if getattr(model.config, CHANNELS, False):
         warn(
             f"revert: the channel attention of {type(model).__name__} is left behind, for which "
