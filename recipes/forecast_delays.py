@@ -202,7 +202,7 @@ def main(arguments: list[str] | None = None) -> int:
     values = yaml.safe_load(options.config.read_text()) | (QUICK if options.quick else {})
     values |= {name: getattr(options, name) for name in ("seeds", "steps") if getattr(options, name) is not None}
     torch.set_num_threads(1)
-    rows = []
+    origin, rows = provenance(("uxsim",)), []
     for seed in range(values["seeds"]):
         counts = corridor(values, seed)
         ahead = counts[int(0.7 * len(counts)) + values["lags"] :]
@@ -219,7 +219,7 @@ def main(arguments: list[str] | None = None) -> int:
     told = verdict(rows)
     print(told)
     options.out.mkdir(parents=True, exist_ok=True)
-    result = {"provenance": provenance(("uxsim",)), "values": values, "verdict": told, "rows": rows}
+    result = {"provenance": origin, "values": values, "verdict": told, "rows": rows}
     (options.out / "forecast_delays.json").write_text(json.dumps(result, indent=2) + "\n")
     return 0
 

@@ -13,8 +13,8 @@ Two protocols, and they ask different things:
 Rows: five architectures (multilayer perceptron, LSTM, and a Transformer with sinusoidal, learned and rotary positions;
 the mission quotes five figures of its source, 0.42 / 0.18 / 0.11 / 0.07 / 0.03, without saying which architectures they
 belong to, so these five are a choice and rows are not set against single figures), and the Transformer whose positions
-validated best with full payment, bounded scores and a band. Beside them two answers that need no model: always zero (2 / pi = 0.637), and the
-last period once more (exact by construction: it is told the period).
+validated best with full payment, bounded scores and a band. Beside them two answers that need no model: always zero
+(2 / pi = 0.637), and the last period once more (exact by construction: it is told the period).
 
 All variants see the same batches. Windows of readings inside the training interval are flipped in sign half of the
 time: an interval of one period holds no window that crosses its end, and a flipped one from the middle looks like it.
@@ -266,11 +266,12 @@ def main(arguments: list[str] | None = None) -> int:
     if options.validate:
         validate(values, options.variants)
         return 0
+    origin = provenance()  # of the code that runs, not of what is there when it ends
     rows, drawn = run(values, options.variants)
     told = verdict(rows, values["seeds"])
     print(told)
     options.out.mkdir(parents=True, exist_ok=True)
-    result = {"provenance": provenance(), "values": values, "verdict": told, "rows": rows}
+    result = {"provenance": origin, "values": values, "verdict": told, "rows": rows}
     (options.out / "forecast_sine.json").write_text(json.dumps(result, indent=2) + "\n")
     plot(drawn, values, options.out / "forecast_sine.png")
     return 0
