@@ -31,7 +31,9 @@ def orthogonal_features(features: int, width: int, seed: int = 0) -> Tensor:
     blocks = []
     for _ in range(math.ceil(features / width)):
         square = torch.randn(width, width, generator=generator, dtype=torch.float64)
-        blocks.append(torch.linalg.qr(square)[0].T)
+        rotation, triangle = torch.linalg.qr(square)
+        # Without the signs the directions are not uniform, and the estimate is biased however many there are.
+        blocks.append((rotation * triangle.diagonal().sign()).T)
     lengths = torch.randn(features, width, generator=generator, dtype=torch.float64).norm(dim=1, keepdim=True)
     return torch.cat(blocks)[:features] * lengths
 
