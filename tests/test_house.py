@@ -16,10 +16,11 @@ MAY = {
     "payment": {"core", "payment"},
     "fast": {"core", "fast"},
     "layers": {"core", "layers"},
+    "backends": {"core", "reach", "scores", "payment", "plan", "fast"},
     "plan": {"core", "reach", "scores", "payment"},
     "reference": {"core", "reach", "scores", "payment", "plan"},
-    "attend": {"core", "reach", "scores", "payment", "plan", "fast", "reference"},
-    "hf": {"core", "reach", "scores", "payment", "plan", "reference", "attend", "layers", "hf", "demo"},
+    "attend": {"core", "reach", "scores", "payment", "plan", "fast", "reference", "backends"},
+    "hf": {"core", "backends", "reach", "scores", "payment", "plan", "reference", "attend", "layers", "hf", "demo"},
     "diagnose": {"core", "diagnose"},
 }
 OUTSIDE = {"transformers", "peft", "huggingface_hub", "accelerate", "datasets", "matplotlib", "pandas"}
