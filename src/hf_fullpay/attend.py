@@ -8,7 +8,7 @@ Dimensions: B batch, H query heads, G key/value heads (G divides H), N queries, 
     bounded               tiles            tiles + mean              tiles
 
 host is torch's scaled_dot_product_attention (chunked for a band), tiles recomputes scores in tiles of rows, mean is the
-mean of visible values, linear in N. Asked for weights, the dense reference answers.
+mean of visible values, linear in N (decoding: from a running sum). Asked for weights, the dense reference answers.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hf_fullpay.core.errors import check_flag, check_number, wrong
 from hf_fullpay.core.numbers import accumulate, to_heads
+from hf_fullpay.core.running import RunningSum
 from hf_fullpay.core.shapes import check_shapes, split_mask
 from hf_fullpay.core.visible import Visible
 from hf_fullpay.core.warning import FullPayWarning
@@ -54,6 +55,7 @@ def attend(
     strengths: Strengths | None = None,
     given: Given | None = None,
     dropout: float = 0.0,
+    past: RunningSum | None = None,
 ) -> Tensor:
     """Attention of one layer on the fast paths.
 
@@ -69,6 +71,8 @@ def attend(
             "gate", logits of shape (B, H, N, 1).
         given: what this call brings besides, by the names in `plan.inputs`.
         dropout: probability with which a softmax weight is dropped; the floor is never dropped.
+        past: sums and numbers of all values that the floor of each query goes to, where the caller keeps them; they
+            may count keys that are not in `value` any more.
 
     Returns:
         (B, H, N, Dv) in the type of query. A query that sees no key gives zeros.
@@ -92,11 +96,11 @@ def attend(
     if isinstance(plan.payment, Mixture) and not (plan.payment.is_neutral and "budget" not in strengths):
         paid = allowed if plan.payment.pay == "visible" else visible
         budget = to_heads("budget", strengths.get("budget", plan.payment.budget), query)
-        counts = paid.counts().to(accumulate(query.dtype))
+        counts = (paid.counts() if past is None else past.count).to(accumulate(query.dtype))
         t = share(plan.payment.floor, budget, counts)
         if paid is not visible:
             t = t * (visible.counts() > 0)  # a query whose reach is empty gives zeros
-        output = blend(output, visible_mean(value, paid), t)
+        output = blend(output, visible_mean(value, paid) if past is None else past.mean, t)
     if plan.gate:
         output = gated(output, strengths["gate"])
     return output

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from hf_fullpay.attend import attend, warn
 from hf_fullpay.core.shapes import check_shapes, split_mask
@@ -21,6 +22,7 @@ PLAN = "fullpay"  # where a config carries its plan
 BINDING = "fullpay_layer"
 STRENGTHS = "fullpay"
 INPUT = "fullpay_input"  # the keyword that brings a gate the input of its layer
+PAST = "fullpay_past"  # the keyword that brings a floor the cache of its layer; see `running`
 # What a model may ask of its attention and we do not compute.
 REFUSED = {
     "softcap": "soft-capped scores",
@@ -42,6 +44,7 @@ class Layer:
         total: number of layers in the stack.
         model: class name of the model, for messages.
         warned: lengths that a shortfall was told for, shared by all layers of the model.
+        hook: what hands the cache to a floor; see `running`.
     """
 
     name: str
@@ -50,6 +53,7 @@ class Layer:
     total: int
     model: str
     warned: set[int] = field(default_factory=set)
+    hook: RemovableHandle | None = None
 
 
 def make_forward(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
@@ -90,9 +94,13 @@ def make_forward(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
         }
         # Sums, means and the tanh must stay in FP32; what may run in BF16 has that type already.
         with torch.autocast(query.device.type, enabled=False):
+            past = kwargs.get(PAST)
             if _wants_weights(kwargs):
+                if past is not None:
+                    past.refuse_weights()
                 output, weights = reference_attention(query, key, value, **arguments)
                 return output.transpose(1, 2).contiguous(), weights
+            arguments["past"] = None if past is None else past.sums(value, allowed)
             return attend(query, key, value, **arguments).transpose(1, 2).contiguous(), None
 
     forward.__name__ = forward.__qualname__ = name
@@ -203,14 +211,15 @@ def pass_input(
 
 
 def _warn_shortfall(layer: Layer, queries: int, n_keys: int) -> None:
-    """Once per model and length. A step of generation continues a prompt that was told already."""
+    """Once per model and doubling of the length, for a floor that cannot be met over n keys is met even less over more:
+    every new length of a batch would flood. A step of generation continues a prompt that was told already."""
     payment = layer.plan.payment
     if torch.compiler.is_compiling() or not isinstance(payment, Budget) or queries == 1 < n_keys:
         return
-    if n_keys in layer.warned:
+    if n_keys < 2 * max(layer.warned, default=0):
         return
-    layer.warned.add(n_keys)
     if shortfall := payment.shortfall(n_keys):
+        layer.warned.add(n_keys)
         warn(f"{layer.model}: {shortfall}")
 
 
