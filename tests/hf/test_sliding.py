@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 import zoo
 from families import CAUSAL, build, inputs
 from hf_fullpay import (
-    PRESETS,
     AttentionPlan,
     Band,
     Bounded,

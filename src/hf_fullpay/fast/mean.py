@@ -62,7 +62,7 @@ def blend(attended: Tensor, mean: Tensor, share: Tensor) -> Tensor:
     """
     heads, groups = attended.shape[1], mean.shape[1]
     # Expanded also because PyTorch lets a scalar tensor take the lower precision of what it multiplies.
-    share = share.expand(torch.broadcast_shapes(share.shape, (1, heads, 1, 1)))
+    share = share[(None,) * (4 - share.dim())].expand(-1, heads, -1, -1)
     if heads == groups:
         return _Blend.apply(attended, mean, share)
     grouped = attended.unflatten(1, (groups, -1))
