@@ -45,10 +45,10 @@ class RunningSum:
 
     def then(self, value: Tensor, keys: Tensor | None) -> RunningSum:
         """The sums at each of N new keys; value (B, G, N, Dv) and keys (B, N) as in `over`. Needs the last sum only."""
-        shown, ones = _shown(value, keys)
         last = self.last
-        if value.shape[2] == 1:
-            return RunningSum(last.total + shown, last.count + ones)
+        if keys is None and value.shape[2] == 1:  # the common step of decoding, in as few operations as possible
+            return RunningSum(last.total + value, last.count + 1)
+        shown, ones = _shown(value, keys)
         return RunningSum(last.total + shown.cumsum(2, dtype=last.total.dtype), last.count + ones.cumsum(2))
 
     def without(self, value: Tensor, keys: Tensor | None) -> RunningSum:
