@@ -296,9 +296,9 @@ def test_another_attention_carries_nothing_on(watch):
     watch()
     step(model, cache, ids)
     assert watch()[:2] == (0, 2)
-    twin = copy.deepcopy(model)
-    twin.set_attn_implementation("sdpa")
-    assert not any(module._forward_pre_hooks for module in twin.modules())
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        twin.set_attn_implementation("sdpa")
+        assert not any(module._forward_pre_hooks for module in twin.modules())
     assert any(module._forward_pre_hooks for module in model.modules())
 
 

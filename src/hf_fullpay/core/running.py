@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+_PIECE = 256  # keys summed at once on the CPU, where torch writes an FP64 copy of what it sums: it should stay in cache
+
 
 @dataclass(frozen=True, eq=False)
 class RunningSum:
@@ -34,14 +36,22 @@ class RunningSum:
             value: (B, G, M, Dv); what lies under hidden keys does not matter, NaN included.
             keys: (B, M) bool, True for visible keys; None for all.
         """
-        shown, ones = _shown(value, keys)
-        return cls(shown.sum(2, keepdim=True, dtype=_wide(value)), ones.sum(2, keepdim=True))
+        total = cls.of_nothing(value)
+        size = _PIECE if value.device.type == "cpu" else value.shape[2]
+        for start in range(0, value.shape[2], size):
+            piece = None if keys is None else keys[:, start : start + size]
+            if piece is not None and bool(piece.all()):
+                piece = None  # hiding costs more than summing
+            shown, ones = _shown(value[:, :, start : start + size], piece)
+            part = shown.sum(2, keepdim=True, dtype=_wide(value)), ones.sum(2, keepdim=True)
+            total = cls(total.total + part[0], total.count + part[1])
+        return total
 
     @classmethod
     def of_nothing(cls, value: Tensor) -> RunningSum:
         """The sum before any key, for values like these."""
         zeros = torch.zeros(value.shape[0], value.shape[1], 1, value.shape[3], dtype=_wide(value), device=value.device)
-        return cls(zeros, zeros[:, :1, :, :1])
+        return cls(zeros, zeros[:1, :1, :, :1])
 
     def then(self, value: Tensor, keys: Tensor | None) -> RunningSum:
         """The sums at each of N new keys; value (B, G, N, Dv) and keys (B, N) as in `over`. Needs the last sum only."""
