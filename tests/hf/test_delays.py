@@ -6,7 +6,8 @@ from transformers import DynamicCache, StaticCache
 
 from converted import learn, learned
 from families import CAUSAL, FAMILIES, build, inputs
-from hf_fullpay import AttentionPlan, DelayBias, Mixture, convert
+from hf_fullpay import AttentionPlan, Band, DelayBias, Mixture, convert
+from hf_fullpay.hf.sliding import sliding_cache
 from small import load, states
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_fullpay.FullPayWarning")
@@ -56,6 +57,34 @@ def test_times_of_the_new_tokens_alone_are_refused(family):
     states(model, input_ids=ids[:, :5], cache=cache, times=told["times"][:, :5])
     with pytest.raises(ValueError, match=r"times: expected shape \(2, 6\).*cached ones included"):
         states(model, input_ids=ids[:, 5:6], cache=cache, times=told["times"][:, 5:6])
+
+
+@pytest.mark.parametrize("family", CAUSAL)
+@pytest.mark.parametrize("kind", ["dynamic", "static", "sliding"])
+def test_a_band_with_delays_and_a_cache(family, kind):
+    """Slots as times: distances stay what they are where a cache forgets old keys, or has slots that nothing fills."""
+    model = load(family, AttentionPlan(Band(4), DelayBias(beta=0.4), Mixture(budget=0.1)))
+    ids = inputs(family)["input_ids"]
+    whole = states(model, input_ids=ids, use_cache=False)
+    cache = {
+        "dynamic": lambda: DynamicCache(config=model.config),
+        "static": lambda: StaticCache(config=model.config, max_cache_len=14),
+        "sliding": lambda: sliding_cache(model),
+    }[kind]()
+    steps = [
+        states(model, input_ids=ids[:, start:stop], cache=cache, use_cache=True)
+        for start, stop in ((0, 5), (5, 6), (6, 7), (7, 9))
+    ]
+    torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_compiled_with_times_and_delays(family):
+    torch._dynamo.reset()
+    model, given = load(family, PLAN), inputs(family) | clock(9)
+    fast = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(states(fast, **given), states(model, **given), rtol=0, atol=1e-5)
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("family", ["bert", "llama"])
