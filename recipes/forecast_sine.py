@@ -226,9 +226,9 @@ def verdict(rows: list[dict[str, Any]], seeds: int) -> str:
     met = "met" if best["passed"] >= 0.9 * seeds else "missed"
     return (
         f"Target (MAE under {PASS} on 9 of 10 seeds, best variant, window protocol): {met} by {best['variant']}, "
-        f"{best['passed']} of {seeds}, MAE {best['mae']:.4f}. "
-        f"Rank by rank {under} of {len(SOURCE)} architectures lie under the source's figures there. Given x alone "
-        f"the best is {extrapolated:.3f}, against {2 / math.pi:.3f} for zero: nothing in the training interval says that the function repeats."
+        f"{best['passed']} of {seeds}, MAE {best['mae']:.4f}. Rank by rank {under} of {len(SOURCE)} architectures lie under "
+        f"the source's figures there. Given x alone the best is {extrapolated:.3f}, against {2 / math.pi:.3f} for zero: "
+        "nothing in the training interval says that the function repeats."
     )
 
 
