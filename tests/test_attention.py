@@ -12,7 +12,21 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hf_fullpay import PRESETS, AttentionPlan, Band, Bounded, Clamp, DynamicScale, FullPayWarning, Mixture, attention
+from families import shortened
+from hf_fullpay import (
+    PRESETS,
+    AttentionPlan,
+    Band,
+    Blocks,
+    Bounded,
+    Chunks,
+    Clamp,
+    DynamicScale,
+    FullPayWarning,
+    Full,
+    Mixture,
+    attention,
+)
 from hf_fullpay.attend import visible_of
 from hf_fullpay.payment.mixture import Budget
 
@@ -20,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::hf_fullpay.FullPayWarning")
 
 # Presets with a small band and strong settings, so that what they do shows on a few tokens; and options of no preset.
 PLANS = {
-    **{name: replace(plan, reach=Band(4)) if isinstance(plan.reach, Band) else plan for name, plan in PRESETS.items()},
+    **{name: replace(plan, reach=shortened(plan.reach)) for name, plan in PRESETS.items()},
     "strong floor": AttentionPlan(payment=Mixture(floor=0.05, budget=(0.3, 0.1, 0.9, 0.0))),
     "no floor": AttentionPlan(payment=Mixture(floor=None, budget=0.4)),
     "pay reach": AttentionPlan(reach=Band(3), payment=Mixture(floor=None, budget=0.4, pay="reach")),
@@ -30,6 +44,14 @@ PLANS = {
     "sharpen": AttentionPlan(scores=Bounded(bound=1.0, slope="sharpen", temperature=0.5)),
     "rescale": AttentionPlan(scores=Bounded(bound=3.0, slope="rescale", temperature=1.0)),
     "gain": AttentionPlan(scores=DynamicScale(alpha=(1.0, -1.0, 0.0, 2.0)), payment=Mixture(budget=0.2)),
+    "relays and budget": AttentionPlan(Blocks(3), payment=Mixture(floor=None, budget=(0.3, 0.1, 0.9, 0.0), pay="reach")),
+    "relays and gain": AttentionPlan(Blocks(5), DynamicScale(alpha=(1.0, -1.0, 0.0, 2.0))),
+    "bounded relays": AttentionPlan(Blocks(4), Bounded(bound=(1.0, 2.0, math.inf, 0.5), temperature=1.0), Mixture(budget=0.2)),
+    "bounded relays, no centre": AttentionPlan(Blocks(2), Bounded(bound=1.0, centre="none")),
+    "sharpened relays": AttentionPlan(Blocks(4), Bounded(bound=1.0, slope="sharpen", temperature=0.5)),
+    "rescaled relays": AttentionPlan(Blocks(3), Bounded(bound=3.0, slope="rescale", temperature=1.0)),
+    "chunks and budget": AttentionPlan(Chunks(5, 3, exchange=(0.2, 0.5, 0.0, 1.0), learnable=False), payment=Mixture(budget=0.2)),
+    "chunks and gain": AttentionPlan(Chunks(3, 0), DynamicScale(alpha=(1.0, -1.0, 0.0, 2.0))),
     "all at once": AttentionPlan(Band(5), Bounded(bound=1.0), Clamp(floor=None, budget=0.3)),
 }
 MASKS = (
@@ -93,8 +115,8 @@ def seen(plan, kind, n, m, query):
 
 
 def applies(plan, kind, n, m):
-    """A band places queries by causality or their last key; without either they must be one, or as many as the keys."""
-    return not isinstance(plan.reach, Band) or n in (1, m) or kind not in ("none", "left", "right")
+    """Causality or the last key places a query of a local reach; without either it must be one, or as many as the keys."""
+    return isinstance(plan.reach, Full) or n in (1, m) or kind not in ("none", "left", "right")
 
 
 CASES = pytest.mark.parametrize(("name", "kind"), [(name, kind) for name in PLANS for kind in MASKS])
@@ -105,7 +127,7 @@ CASES = pytest.mark.parametrize(("name", "kind"), [(name, kind) for name in PLAN
 def test_fast_equals_reference(name, kind, n, m):
     plan = PLANS[name]
     if not applies(plan, kind, n, m):
-        with pytest.raises(ValueError, match="band"):
+        with pytest.raises(ValueError, match="band|blocks"):
             attention(*tensors(n, m), plan=plan, **mask(kind, n, m))
         return
     leaves = [t.requires_grad_() for t in tensors(n, m)]
@@ -137,7 +159,7 @@ def test_rows_floor_order_and_hidden_keys(name, kind):
         floor = torch.full_like(counts, math.inf if plan.payment.floor is None else plan.payment.floor)
         promised = torch.minimum(floor, budget / counts.clamp_min(1)).expand_as(weights)
         assert (weights[paid & some[..., None]] >= promised[paid & some[..., None]] - 1e-12).all()
-    if not isinstance(plan.payment, Clamp):
+    if isinstance(plan.reach, Full | Band) and not isinstance(plan.payment, Clamp):
         bias = mask(kind, n, n).get("visible")
         scores = query @ key.repeat_interleave(2, 1).mT / math.sqrt(8)
         if kind == "additive":

@@ -110,7 +110,7 @@ def test_json_round_trip(plan):
         ({1: 2, "a": 3}, "the keys"),
         ({"payment": {"kind": ["mixture"]}}, "payment"),
         ({"reech": {}}, "reech"),
-        ({"reach": {"kind": "blocks"}}, "reach"),
+        ({"reach": {"kind": "rings"}}, "reach"),
         ({"reach": {"kind": "band", "sise": 3}}, "sise"),
         ({"reach": {"kind": "band", "size": 0}}, "size"),
         ({"payment": "mixture"}, "payment"),

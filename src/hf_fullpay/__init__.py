@@ -16,14 +16,16 @@ from hf_fullpay.hf.models import CONFIGS, MODELS, register_models
 from hf_fullpay.hf.register import register, register_presets
 from hf_fullpay.payment import Clamp, Mixture, Softmax
 from hf_fullpay.plan import PRESETS, AttentionPlan
-from hf_fullpay.reach import Band, Full
+from hf_fullpay.reach import Band, Blocks, Chunks, Full
 from hf_fullpay.scores import Bounded, DynamicScale, Plain
 
 __all__ = [
     "PRESETS",
     "AttentionPlan",
     "Band",
+    "Blocks",
     "Bounded",
+    "Chunks",
     "Clamp",
     "DynamicScale",
     "Full",

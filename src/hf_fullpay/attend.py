@@ -7,7 +7,8 @@ Dimensions: B batch, H query heads, G key/value heads (G divides H), N queries, 
     dynamic scale         host             host + mean               tiles
     bounded               tiles            tiles + mean              tiles
 
-host is torch's scaled_dot_product_attention (chunked for a band), tiles recomputes scores in tiles of rows, mean is the
+Blocks go through relays, chunks through chunks, with the mean beside them for a mixture; a mask of pairs or a bias sends
+them to the reference. host is torch's scaled_dot_product_attention (chunked for a band), tiles recomputes scores in tiles of rows, mean is the
 mean of visible values, linear in N. Asked for weights, the dense reference answers.
 """
 
@@ -22,17 +23,21 @@ from torch import Tensor
 
 from hf_fullpay.core.errors import check_flag, check_number, wrong
 from hf_fullpay.core.numbers import accumulate, to_heads
+from hf_fullpay.core.places import one_row, query_slots
 from hf_fullpay.core.shapes import check_shapes, split_mask
 from hf_fullpay.core.visible import Visible
 from hf_fullpay.core.warning import FullPayWarning
+from hf_fullpay.fast.chunks import chunk_attention
 from hf_fullpay.fast.host import host_attention
 from hf_fullpay.fast.mean import blend, visible_mean
+from hf_fullpay.fast.relays import Squash, relay_attention
 from hf_fullpay.fast.tiles import tiled_attention
 from hf_fullpay.payment import Clamp, Mixture
 from hf_fullpay.payment.clamp import floor_of
 from hf_fullpay.payment.gate import gated
 from hf_fullpay.payment.mixture import Budget, share
 from hf_fullpay.plan import AttentionPlan, resolve
+from hf_fullpay.reach import Blocks, Chunks
 from hf_fullpay.reference import reference_attention
 from hf_fullpay.scores import Bounded, DynamicScale
 from hf_fullpay.scores.bounded import width_and_amplitude
@@ -65,8 +70,8 @@ def attend(
         allowed: the keys that the model's mask allows; the plan's reach cuts it further.
         scaling: factor of the scores.
         bias: added to the scores, broadcastable to (B, H, N, M); its gradient is returned.
-        strengths: learned numbers that take the place of the plan's: "budget", "alpha", "bound" of shape (H,), and
-            "gate", logits of shape (B, H, N, 1).
+        strengths: learned numbers that take the place of the plan's: "budget", "alpha", "bound", "exchange" of shape
+            (H,), and "gate", logits of shape (B, H, N, 1).
         given: what this call brings besides, by the names in `plan.inputs`.
         dropout: probability with which a softmax weight is dropped; the floor is never dropped.
 
@@ -74,6 +79,13 @@ def attend(
         (B, H, N, Dv) in the type of query. A query that sees no key gives zeros.
     """
     strengths = strengths or {}
+    if isinstance(plan.reach, Blocks | Chunks):
+        allowed = one_row(allowed)
+        if not _has_path(query, allowed, bias):
+            return reference_attention(
+                query, key, value, plan=plan, allowed=allowed, scaling=scaling, bias=bias, strengths=strengths,
+                dropout=dropout,
+            )[0]  # fmt: skip
     visible = plan.reach.restrict(allowed)
 
     if isinstance(plan.scores, DynamicScale):
@@ -84,7 +96,15 @@ def attend(
             query = (query.to(accumulate(query.dtype)) * gain).to(query.dtype)
             bias = bias * gain if bias is not None else None
 
-    if isinstance(plan.scores, Bounded) or isinstance(plan.payment, Clamp):
+    if isinstance(plan.reach, Blocks):
+        output = _relayed(query, key, value, plan, visible, scaling, strengths, dropout)
+    elif isinstance(plan.reach, Chunks):
+        exchange = to_heads("exchange", strengths.get("exchange", plan.reach.exchange), query)
+        output = chunk_attention(
+            query, key, value, visible=visible, size=plan.reach.size, stride=plan.reach.stride, exchange=exchange,
+            scaling=scaling, dropout=dropout,
+        )  # fmt: skip
+    elif isinstance(plan.scores, Bounded) or isinstance(plan.payment, Clamp):
         output = _tiled(query, key, value, plan, visible, scaling, bias, strengths, dropout)
     else:
         output = host_attention(query, key, value, visible=visible, scaling=scaling, bias=bias, dropout=dropout)
@@ -131,6 +151,43 @@ def _tiled(
         query, key, value, visible=visible, scaling=scaling, bias=bias, centre=centre, median=median,
         width=width, amplitude=None if rescale else amplitude, rescale=rescale, floor=least, dropout=dropout,
     )  # fmt: skip
+
+
+def _has_path(query: Tensor, allowed: Visible, bias: Tensor | None) -> bool:
+    """Whether blocks and chunks have a fast path for a set; says so where they have none and that costs something."""
+    query_slots(allowed)  # raises where queries have no place
+    if allowed.dense is None and bias is None and (allowed.offset or 0) >= 0:
+        return True
+    if query.shape[2] > 1:
+        warn(
+            "blocks and chunks: a bias or a mask of pairs (four dimensions, packing, or a prompt into a static cache) has no "
+            "fast path: this call holds all N x M scores. Key padding and causality alone are fast."
+        )
+    return False
+
+
+def _relayed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: AttentionPlan,
+    visible: Visible,
+    scaling: float,
+    strengths: Strengths,
+    dropout: float,
+) -> Tensor:
+    """Blocks: give bounded scores the row numbers that they need."""
+    squash = None
+    if isinstance(plan.scores, Bounded):
+        options, counts = plan.scores, visible.counts().to(accumulate(query.dtype))
+        bound = to_heads("bound", strengths.get("bound", options.limit), query)
+        width, amplitude = width_and_amplitude(bound, options.temperature, options.slope, counts)
+        # A relay has the mean score of its keys, so the mean over relays and tokens is that over all keys.
+        centre = _mean_score(query, key, visible, scaling, None, counts) if options.centre == "mean" else None
+        squash = Squash(centre, width, None if options.slope == "rescale" else amplitude)
+    return relay_attention(
+        query, key, value, visible=visible, size=plan.reach.size, scaling=scaling, squash=squash, dropout=dropout
+    )
 
 
 def _mean_score(

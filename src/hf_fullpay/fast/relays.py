@@ -1,0 +1,146 @@
+"""Blocks with relays: the queries of a block against its own keys and the relays of the others, all blocks as one batch.
+
+Dimensions: B batch, H query heads, G key/value heads (G divides H), N queries, M keys, D and Dv widths, C tokens of a
+block, P blocks of keys, Q blocks of queries of R rows each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_fullpay.core.numbers import accumulate
+from hf_fullpay.core.visible import Visible
+from hf_fullpay.fast.host import _sdpa
+from hf_fullpay.fast.laid import Start, existing, first_key, group_means, laid, last_key
+
+UNLIMITED = 2.0**60  # a width in place of infinity: tanh(x / width) * width == x
+
+
+@dataclass(frozen=True)
+class Squash:
+    """Bounded scores: amplitude * tanh((s - centre) / width), or min(1, width / max |s - centre|) * (s - centre).
+
+    All broadcast against (B, H, N, 1). No amplitude chooses the second form, no centre means 0.
+    """
+
+    centre: Tensor | None
+    width: Tensor
+    amplitude: Tensor | None
+
+
+def relay_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    visible: Visible,
+    size: int,
+    scaling: float,
+    squash: Squash | None = None,
+    dropout: float = 0.0,
+    origin: Start | None = None,
+) -> Tensor:
+    """Softmax over the tokens of the own block and the relays of the others; a query that sees nothing gives zeros.
+
+    Args:
+        query: (B, H, N, D).
+        key: (B, G, M, D).
+        value: (B, G, M, Dv).
+        visible: padding and causality (an offset from 0 up), no dense part; without an offset N is M or 1.
+        size: C.
+        scaling: factor on the dot products.
+        squash: what bounded scores do to tokens and relays alike, before a relay's log count is added.
+        dropout: share of the weights dropped, a relay's as one.
+        origin: slot from which blocks are counted; None for the first existing key.
+
+    Returns:
+        (B, H, N, Dv) in the dtype of query.
+    """
+    n, causal, offset = query.shape[2], visible.offset is not None, visible.offset or 0
+    total = n + offset if causal else visible.n_keys  # keys beyond are seen by nobody
+    compiling = torch.compiler.is_compiling()  # lengths that are compared, or few blocks, would be cases of their own
+    size = size if compiling else min(size, total)
+    origin = first_key(visible) if origin is None else origin
+    # The layout begins up to C - 1 slots early, so that the origin is the first slot of a block.
+    start = -(-origin % size)
+    blocks = (total - 1) // size + (2 if compiling or isinstance(start, Tensor) else 1)
+    alive = existing(visible, start, blocks * size).unflatten(1, (blocks, size))
+    keys, values = (laid(x, start, blocks * size).unflatten(2, (blocks, size)) for x in (key, value))
+    if visible.keys is not None:
+        keys, values = (torch.where(alive[:, None, :, :, None], x, 0) for x in (keys, values))
+    relays = [group_means(x, alive)[:, None] for x in (keys, values)]  # (B, 1, G, P, D)
+    own = [x.transpose(1, 2) for x in (keys, values)]  # (B, P, G, C, D)
+
+    block = torch.arange(blocks, device=query.device)
+    if n == 1:
+        begin = 0
+        place = ((last_key(visible) - start) // size + torch.zeros_like(block[:1])).clamp(0, blocks - 1)
+        place = place.expand(query.shape[0])[:, None]
+        rows, own = query[:, None], [x.take_along_dim(place[..., None, None, None], 1) for x in own]
+        hidden = ~alive.expand(query.shape[0], -1, -1).take_along_dim(place[..., None], 1)[:, :, None]
+    else:
+        first = offset // size  # blocks of keys alone come before it
+        begin, place = start + first * size - offset, block[None, first:]
+        rows = laid(query, begin, (blocks - first) * size).unflatten(2, (blocks - first, size)).transpose(1, 2)
+        own, hidden = [x[:, first:] for x in own], ~alive[:, first:, None]
+        if causal:
+            hidden = hidden | hidden.new_ones(size, size).triu(1)
+    silent = block >= place[..., None] if causal and n > 1 else block == place[..., None]
+    mask = _mask(hidden, silent, alive, query.dtype if dropout or query.is_cuda else accumulate(query.dtype))
+    mask = mask.expand(query.shape[0], -1, -1, -1)
+    keys, values = (
+        torch.cat([near, far.expand(-1, near.shape[1], -1, -1, -1)], 3) for near, far in zip(own, relays, strict=True)
+    )
+    if squash is None:
+        flat = (x.flatten(0, 1) for x in (rows, keys, values, mask[:, :, None]))
+        out = _sdpa(*flat, scaling, dropout).unflatten(0, mask.shape[:2])
+    else:
+        shape = (query.shape[0], query.shape[1], n, 1)
+        parts = [x if x is None else x.expand(shape) for x in (squash.centre, squash.width, squash.amplitude)]
+        if n > 1:
+            length = (rows.shape[1], rows.shape[3])
+            parts = [
+                x if x is None else laid(x, begin, length[0] * length[1]).unflatten(2, length).transpose(1, 2)
+                for x in parts
+            ]
+        else:
+            parts = [x if x is None else x[:, None] for x in parts]
+        out = _squashed(rows, keys, values, mask, Squash(*parts), scaling, dropout)
+    out = out.transpose(1, 2).flatten(2, 3)
+    out = laid(out, -begin, n) if n > 1 else out
+    return out if visible.keys is None else torch.where(visible.counts() > 0, out, 0)
+
+
+def _mask(hidden: Tensor, silent: Tensor, alive: Tensor, dtype: torch.dtype) -> Tensor:
+    """Added to scores, (B or 1, Q, R or 1, C + P): 0 for a token, log count for a relay.
+
+    What is hidden gets a finite score so low that its weight is exactly 0; rows that see nothing come out finite.
+    """
+    lowest, counts = torch.finfo(dtype).min / 2, alive.sum(-1)
+    logs = counts.clamp_min(1).to(dtype).log()[:, None].masked_fill(silent | (counts == 0)[:, None], lowest)
+    near = torch.zeros_like(hidden, dtype=dtype).masked_fill(hidden, lowest)
+    batch, rows = max(near.shape[0], logs.shape[0]), near.shape[2]
+    return torch.cat([near.expand(batch, -1, -1, -1), logs[:, :, None].expand(batch, -1, rows, -1)], -1)
+
+
+def _squashed(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, squash: Squash, scaling: float, dropout: float
+) -> Tensor:
+    """Attention of blocks with bounded scores; holds their N (C + P) scores. The parts of squash are (B, Q, H, R, 1)."""
+    wide, groups = accumulate(query.dtype), key.shape[2]
+    centre, width, amplitude = (
+        None if x is None else x.unflatten(2, (groups, -1)) for x in (squash.centre, squash.width, squash.amplitude)
+    )
+    width, mask = width.clamp(max=UNLIMITED), mask[:, :, None, None]
+    scores = query.to(wide).unflatten(2, (groups, -1)) @ key.to(wide).mT[:, :, :, None] * scaling
+    scores = scores if centre is None else scores - centre
+    if amplitude is not None:
+        scores = amplitude.clamp(max=UNLIMITED) * torch.tanh(scores / width)
+    else:
+        peak = scores.abs().masked_fill(mask < torch.finfo(mask.dtype).min / 4, 0).amax(-1, keepdim=True)
+        scores = scores * torch.where(peak > width, width / torch.where(peak > width, peak, 1), 1)
+    weights = torch.dropout(torch.softmax(scores + mask, -1), dropout, True)
+    return (weights.to(value.dtype) @ value[:, :, :, None]).flatten(2, 3)
