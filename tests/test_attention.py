@@ -387,6 +387,8 @@ def eager_in(dtype, query, key, value, *, plan):
     from hf_fullpay.payment.clamp import clamp_weights, floor_of
     from hf_fullpay.payment.mixture import mixture_weights
     from hf_fullpay.payment.softmax import softmax_weights
+    from hf_fullpay.reach.blocks import relayed_scores
+    from hf_fullpay.reach.chunks import chunk_weights
     from hf_fullpay.scores.bounded import bounded_scores
     from hf_fullpay.scores.dynamic_scale import dynamic_gain
 
@@ -397,10 +399,20 @@ def eager_in(dtype, query, key, value, *, plan):
     scores = (query @ key.repeat_interleave(2, 1).mT * query.shape[-1] ** -0.5).float()
     if isinstance(plan.scores, DynamicScale):
         scores = (scores * dynamic_gain(row(plan.scores.start()), plan.scores.max_scale)).to(dtype).float()
+    slots, origin = torch.arange(n)[:, None], torch.zeros(1, 1, dtype=torch.long)
+    if isinstance(plan.reach, Blocks):
+        scores = relayed_scores(scores, visible, slots, origin, plan.reach.size).to(dtype).float()
     if isinstance(plan.scores, Bounded):
         options = {name: getattr(plan.scores, name) for name in ("centre", "temperature", "slope")}
         scores = bounded_scores(scores, visible, bound=row(plan.scores.limit), **options).to(dtype).float()
-    weights = softmax_weights(scores, visible).to(dtype).float()
+    if isinstance(plan.reach, Chunks):
+        options = {"size": plan.reach.size, "stride": plan.reach.stride, "exchange": row(plan.reach.exchange)}
+        weights = chunk_weights(
+            scores, visible, slots, origin, torch.ones(1, 1, dtype=torch.bool), softmax=softmax_weights, **options
+        )
+    else:
+        weights = softmax_weights(scores, visible)
+    weights = weights.to(dtype).float()
     if isinstance(plan.payment, Mixture):
         paid = visible if plan.payment.pay == "reach" else paid
         weights = mixture_weights(weights, paid, floor=plan.payment.floor, budget=row(plan.payment.budget))
@@ -490,7 +502,7 @@ def test_all_mask_formats_agree(name):
 
 def one_head(plan, head):
     changes = {}
-    for part in ("scores", "payment"):
+    for part in ("reach", "scores", "payment"):
         options = {k: v[head] for k, v in vars(getattr(plan, part)).items() if isinstance(v, tuple)}
         changes[part] = replace(getattr(plan, part), **options)
     return replace(plan, **changes)

@@ -6,7 +6,7 @@ block, P blocks of keys, Q blocks of queries of R rows each.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from hf_fullpay.core.visible import Visible
 from hf_fullpay.fast.host import _sdpa
 from hf_fullpay.fast.laid import Start, existing, first_key, group_means, laid, last_key
 
-UNLIMITED = 2.0**60  # a width in place of infinity: tanh(x / width) * width == x
+UNLIMITED = 2.0**60  # a width in place of infinity: tanh(x / width) * width == x; its inverse in rows that are no query
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,10 @@ def relay_attention(
     """
     n, causal, offset = query.shape[2], visible.offset is not None, visible.offset or 0
     total = n + offset if causal else visible.n_keys  # keys beyond are seen by nobody
+    if causal and n == 1:
+        key, value = key[:, :, :total], value[:, :, :total]
+        keep = None if visible.keys is None else visible.keys[:, :total]
+        visible = replace(visible, n_keys=key.shape[2], keys=keep)
     compiling = torch.compiler.is_compiling()  # lengths that are compared, or few blocks, would be cases of their own
     size = size if compiling else min(size, total)
     origin = first_key(visible) if origin is None else origin
@@ -134,7 +138,7 @@ def _squashed(
     centre, width, amplitude = (
         None if x is None else x.unflatten(2, (groups, -1)) for x in (squash.centre, squash.width, squash.amplitude)
     )
-    width, mask = width.clamp(max=UNLIMITED), mask[:, :, None, None]
+    width, mask = width.clamp(1 / UNLIMITED, UNLIMITED), mask[:, :, None, None]
     scores = query.to(wide).unflatten(2, (groups, -1)) @ key.to(wide).mT[:, :, :, None] * scaling
     scores = scores if centre is None else scores - centre
     if amplitude is not None:
