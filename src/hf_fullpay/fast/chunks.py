@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_fullpay.core.numbers import accumulate
 from hf_fullpay.core.visible import Visible
 from hf_fullpay.fast.host import _open_blind_rows, _sdpa
-from hf_fullpay.fast.laid import Start, existing, first_key, group_means, laid, last_key
+from hf_fullpay.fast.laid import Start, batched, existing, first_key, group_means, grouped, laid, last_key, ungrouped
 from hf_fullpay.fast.mean import blend
 
 
@@ -53,10 +53,15 @@ def chunk_attention(
     return out if visible.keys is None else torch.where(visible.counts() > 0, out, 0)
 
 
+def _count(n: int, stride: int) -> int:
+    """Chunks that start within n slots; traced, one would be a case of its own. One division, which can be simplified."""
+    return (n - 1 + stride * (2 if torch.compiler.is_compiling() else 1)) // stride
+
+
 def _chunks(rows: Tensor, start: Start, count: int, size: int, stride: int) -> Tensor:
     """(B, G, T, D) -> (B, G, P, C, D), the first chunk at slot `start`. Cut and put together: a cheap gradient."""
     widths = [min(stride, size - done) for done in range(0, size, stride)]
-    stretches = laid(rows, start, (count + len(widths) - 1) * stride).unflatten(2, (-1, stride))
+    stretches = grouped(laid(rows, start, (count + len(widths) - 1) * stride), stride)
     return torch.cat([stretches[:, :, i : i + count, :width] for i, width in enumerate(widths)], 3)
 
 
@@ -73,7 +78,7 @@ def _overlapped(pieces: Tensor, stride: int) -> Tensor:
     for i, done in enumerate(range(0, size, stride)):
         piece = pieces[:, :, :, done : done + stride]
         total = total + F.pad(piece, (0, 0, 0, stride - piece.shape[3], i, extra - i))
-    return total.flatten(2, 3)
+    return ungrouped(total)
 
 
 def _local(
@@ -81,11 +86,11 @@ def _local(
 ) -> tuple[Tensor, Tensor]:
     """Mean over the chunks that hold a query, and whether there are any."""
     n, causal, offset = query.shape[2], visible.offset is not None, visible.offset or 0
-    start, count = first_key(visible), (n - 1) // stride + 1
+    start, count = first_key(visible), _count(n, stride)
     if offset:  # cached keys come first: begin with the first chunk that holds a query
         skip = (offset - start - size) // stride + 1
         start = start + stride * (skip.clamp_min(0) if isinstance(skip, Tensor) else max(skip, 0))
-        count = (n + size - 2) // stride + 1
+        count = _count(n + size - 1, stride)
     keys, values = (_chunks(x, start, count, size, stride).transpose(1, 2) for x in (key, value))
     rows = _chunks(query, start - offset, count, size, stride).transpose(1, 2)
     mask = _alive(visible, start, count, size, stride)[:, :, None]  # (B or 1, P, 1, C)
@@ -94,13 +99,11 @@ def _local(
     if causal:
         mask = mask & mask.new_ones(size, size).tril()
     mask, some = _open_blind_rows(mask)
-    mask = mask.expand(query.shape[0], -1, -1, -1).flatten(0, 1)[:, None]
-    out = _sdpa(rows.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1), mask, scaling, dropout)
+    out = batched(rows, keys, values, mask, scaling, dropout)
     wide = accumulate(query.dtype)
     some = some.expand(-1, -1, size, -1)[:, None].to(wide)  # (B or 1, 1, P, C, 1)
-    pieces = out.unflatten(0, (query.shape[0], count)).transpose(1, 2)
     holding = laid(_overlapped(some, stride), offset - start, n)
-    total = laid(_overlapped(pieces * some, stride), offset - start, n)
+    total = laid(_overlapped(out.transpose(1, 2) * some, stride), offset - start, n)
     return (total / holding.clamp_min(1)).to(query.dtype), holding > 0
 
 
@@ -128,7 +131,7 @@ def _far(
 ) -> tuple[Tensor, Tensor]:
     """Attention over the summaries, and whether there are any."""
     n, causal = query.shape[2], visible.offset is not None or query.shape[2] != visible.n_keys
-    start, count = first_key(visible), (visible.n_keys - 1) // stride + 1
+    start, count = first_key(visible), _count(visible.n_keys, stride)
     alive = _alive(visible, start, count, size, stride)
     keys, values = (_chunks(x, start, count, size, stride) for x in (key, value))
     if visible.keys is not None:

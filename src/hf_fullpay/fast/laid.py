@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hf_fullpay.core.numbers import accumulate
 from hf_fullpay.core.visible import Visible
+from hf_fullpay.fast.host import _sdpa
 
 Start = int | Tensor  # slot at which a layout begins: one for all, or (B,) integers
 
@@ -23,6 +24,31 @@ def laid(rows: Tensor, start: Start, length: int) -> Tensor:
     inside = (slot >= 0) & (slot < rows.shape[2])
     index = slot.clamp(0, rows.shape[2] - 1).expand(-1, rows.shape[1], -1, rows.shape[3])
     return torch.where(inside, rows.expand(start.shape[0], -1, -1, -1).gather(2, index), 0)
+
+
+def grouped(rows: Tensor, size: int) -> Tensor:
+    """(B, *, P * C, D) -> (B, *, P, C, D)."""
+    if torch.compiler.is_exporting():  # views of symbolic sizes would put conditions on the length
+        return rows.unfold(2, size, size).transpose(3, 4)
+    return rows.unflatten(2, (-1, size))
+
+
+def ungrouped(groups: Tensor) -> Tensor:
+    """The inverse of `grouped`."""
+    if torch.compiler.is_exporting():
+        place = torch.arange(groups.shape[2] * groups.shape[3], device=groups.device)
+        return groups[:, :, place // groups.shape[3], place % groups.shape[3]]
+    return groups.flatten(2, 3)
+
+
+def batched(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, dropout: float) -> Tensor:
+    """Attention of groups side by side: query (B, Q, H, R, D), key and value (B, Q, G, K, D), mask (B or 1, Q, R or 1, K)
+    give (B, Q, H, R, Dv)."""
+    mask = mask.expand(query.shape[0], -1, -1, -1)[:, :, None]
+    if torch.compiler.is_exporting():
+        return _sdpa(query, key, value, mask, scaling, dropout)
+    flat = (x.flatten(0, 1) for x in (query, key, value, mask))
+    return _sdpa(*flat, scaling, dropout).unflatten(0, query.shape[:2])
 
 
 def existing(visible: Visible, start: Start, length: int) -> Tensor:
@@ -50,8 +76,5 @@ def first_key(visible: Visible) -> Start:
 def group_means(rows: Tensor, alive: Tensor) -> Tensor:
     """Means over the existing rows of every group, the others being zero: (B, G, P, C, D) and (B or 1, P, C) give
     (B, G, P, D)."""
-    # A power of two keeps half-precision sums in range and is exact in every dtype.
-    power = 2.0 ** (rows.shape[3].bit_length() - 1)
-    sums = rows.new_full((1, rows.shape[3]), 1 / power) @ rows
-    counts = alive.sum(-1, dtype=accumulate(rows.dtype)).clamp_min(1)[:, None, :, None, None]
-    return (sums * (power / counts)).squeeze(3).to(rows.dtype)
+    wide = accumulate(rows.dtype)
+    return (rows.sum(3, dtype=wide) / alive.sum(-1, dtype=wide).clamp_min(1)[:, None, :, None]).to(rows.dtype)

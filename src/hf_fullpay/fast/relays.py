@@ -13,8 +13,7 @@ from torch import Tensor
 
 from hf_fullpay.core.numbers import accumulate
 from hf_fullpay.core.visible import Visible
-from hf_fullpay.fast.host import _sdpa
-from hf_fullpay.fast.laid import Start, existing, first_key, group_means, laid, last_key
+from hf_fullpay.fast.laid import Start, batched, existing, first_key, group_means, grouped, laid, last_key, ungrouped
 
 UNLIMITED = 2.0**60  # a width in place of infinity: tanh(x / width) * width == x; its inverse in rows that are no query
 
@@ -70,9 +69,10 @@ def relay_attention(
     origin = first_key(visible) if origin is None else origin
     # The layout begins up to C - 1 slots early, so that the origin is the first slot of a block.
     start = -(-origin % size)
-    blocks = (total - 1) // size + (2 if compiling or isinstance(start, Tensor) else 1)
-    alive = existing(visible, start, blocks * size).unflatten(1, (blocks, size))
-    keys, values = (laid(x, start, blocks * size).unflatten(2, (blocks, size)) for x in (key, value))
+    # One division, which an exporter can simplify where it meets multiples of it.
+    blocks = (total - 1 + size * (2 if compiling or isinstance(start, Tensor) else 1)) // size
+    alive = grouped(existing(visible, start, blocks * size)[:, None, :, None], size)[:, 0, ..., 0]
+    keys, values = (grouped(laid(x, start, blocks * size), size) for x in (key, value))
     if visible.keys is not None:
         keys, values = (torch.where(alive[:, None, :, :, None], x, 0) for x in (keys, values))
     relays = [group_means(x, alive)[:, None] for x in (keys, values)]  # (B, 1, G, P, D)
@@ -88,32 +88,27 @@ def relay_attention(
     else:
         first = offset // size  # blocks of keys alone come before it
         begin, place = start + first * size - offset, block[None, first:]
-        rows = laid(query, begin, (blocks - first) * size).unflatten(2, (blocks - first, size)).transpose(1, 2)
+        rows = grouped(laid(query, begin, (blocks - first) * size), size).transpose(1, 2)
         own, hidden = [x[:, first:] for x in own], ~alive[:, first:, None]
         if causal:
             hidden = hidden | hidden.new_ones(size, size).triu(1)
     silent = block >= place[..., None] if causal and n > 1 else block == place[..., None]
     mask = _mask(hidden, silent, alive, query.dtype if dropout or query.is_cuda else accumulate(query.dtype))
-    mask = mask.expand(query.shape[0], -1, -1, -1)
     keys, values = (
         torch.cat([near, far.expand(-1, near.shape[1], -1, -1, -1)], 3) for near, far in zip(own, relays, strict=True)
     )
     if squash is None:
-        flat = (x.flatten(0, 1) for x in (rows, keys, values, mask[:, :, None]))
-        out = _sdpa(*flat, scaling, dropout).unflatten(0, mask.shape[:2])
+        out = batched(rows, keys, values, mask, scaling, dropout)
     else:
         shape = (query.shape[0], query.shape[1], n, 1)
         parts = [x if x is None else x.expand(shape) for x in (squash.centre, squash.width, squash.amplitude)]
         if n > 1:
-            length = (rows.shape[1], rows.shape[3])
-            parts = [
-                x if x is None else laid(x, begin, length[0] * length[1]).unflatten(2, length).transpose(1, 2)
-                for x in parts
-            ]
+            length = (blocks - first) * size
+            parts = [x if x is None else grouped(laid(x, begin, length), size).transpose(1, 2) for x in parts]
         else:
             parts = [x if x is None else x[:, None] for x in parts]
         out = _squashed(rows, keys, values, mask, Squash(*parts), scaling, dropout)
-    out = out.transpose(1, 2).flatten(2, 3)
+    out = ungrouped(out.transpose(1, 2))
     out = laid(out, -begin, n) if n > 1 else out
     return out if visible.keys is None else torch.where(visible.counts() > 0, out, 0)
 
