@@ -44,13 +44,19 @@ PLANS = {
     "sharpen": AttentionPlan(scores=Bounded(bound=1.0, slope="sharpen", temperature=0.5)),
     "rescale": AttentionPlan(scores=Bounded(bound=3.0, slope="rescale", temperature=1.0)),
     "gain": AttentionPlan(scores=DynamicScale(alpha=(1.0, -1.0, 0.0, 2.0)), payment=Mixture(budget=0.2)),
-    "relays and budget": AttentionPlan(Blocks(3), payment=Mixture(floor=None, budget=(0.3, 0.1, 0.9, 0.0), pay="reach")),
+    "relays and budget": AttentionPlan(
+        Blocks(3), payment=Mixture(floor=None, budget=(0.3, 0.1, 0.9, 0.0), pay="reach")
+    ),
     "relays and gain": AttentionPlan(Blocks(5), DynamicScale(alpha=(1.0, -1.0, 0.0, 2.0))),
-    "bounded relays": AttentionPlan(Blocks(4), Bounded(bound=(1.0, 2.0, math.inf, 0.5), temperature=1.0), Mixture(budget=0.2)),
+    "bounded relays": AttentionPlan(
+        Blocks(4), Bounded(bound=(1.0, 2.0, math.inf, 0.5), temperature=1.0), Mixture(budget=0.2)
+    ),
     "bounded relays, no centre": AttentionPlan(Blocks(2), Bounded(bound=1.0, centre="none")),
     "sharpened relays": AttentionPlan(Blocks(4), Bounded(bound=1.0, slope="sharpen", temperature=0.5)),
     "rescaled relays": AttentionPlan(Blocks(3), Bounded(bound=3.0, slope="rescale", temperature=1.0)),
-    "chunks and budget": AttentionPlan(Chunks(5, 3, exchange=(0.2, 0.5, 0.0, 1.0), learnable=False), payment=Mixture(budget=0.2)),
+    "chunks and budget": AttentionPlan(
+        Chunks(5, 3, exchange=(0.2, 0.5, 0.0, 1.0), learnable=False), payment=Mixture(budget=0.2)
+    ),
     "chunks and gain": AttentionPlan(Chunks(3, 0), DynamicScale(alpha=(1.0, -1.0, 0.0, 2.0))),
     "all at once": AttentionPlan(Band(5), Bounded(bound=1.0), Clamp(floor=None, budget=0.3)),
 }
@@ -127,7 +133,7 @@ CASES = pytest.mark.parametrize(("name", "kind"), [(name, kind) for name in PLAN
 def test_fast_equals_reference(name, kind, n, m):
     plan = PLANS[name]
     if not applies(plan, kind, n, m):
-        with pytest.raises(ValueError, match="band|blocks"):
+        with pytest.raises(ValueError, match=r"band|blocks"):
             attention(*tensors(n, m), plan=plan, **mask(kind, n, m))
         return
     leaves = [t.requires_grad_() for t in tensors(n, m)]

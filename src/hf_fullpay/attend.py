@@ -7,9 +7,9 @@ Dimensions: B batch, H query heads, G key/value heads (G divides H), N queries, 
     dynamic scale         host             host + mean               tiles
     bounded               tiles            tiles + mean              tiles
 
-Blocks go through relays, chunks through chunks, with the mean beside them for a mixture; a mask of pairs or a bias sends
-them to the reference. host is torch's scaled_dot_product_attention (chunked for a band), tiles recomputes scores in tiles of rows, mean is the
-mean of visible values, linear in N. Asked for weights, the dense reference answers.
+Blocks go through relays and chunks through chunks, with the mean beside them for a mixture; a mask of pairs or a bias
+sends both to the reference. host is torch's scaled_dot_product_attention (chunked for a band), tiles recomputes scores in
+tiles of rows, mean is the mean of visible values, linear in N. Asked for weights, the dense reference answers.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def attend(
             bias = bias * gain if bias is not None else None
 
     if isinstance(plan.reach, Blocks):
-        output = _relayed(query, key, value, plan, visible, scaling, strengths, dropout)
+        output = _relayed(query, key, value, plan, plan.reach.size, visible, scaling, strengths, dropout)
     elif isinstance(plan.reach, Chunks):
         exchange = to_heads("exchange", strengths.get("exchange", plan.reach.exchange), query)
         output = chunk_attention(
@@ -160,7 +160,7 @@ def _has_path(query: Tensor, allowed: Visible, bias: Tensor | None) -> bool:
         return True
     if query.shape[2] > 1:
         warn(
-            "blocks and chunks: a bias or a mask of pairs (four dimensions, packing, or a prompt into a static cache) has no "
+            "blocks and chunks: a bias or a mask of pairs (four dimensions, packing, a prompt into a static cache) has no "
             "fast path: this call holds all N x M scores. Key padding and causality alone are fast."
         )
     return False
@@ -171,6 +171,7 @@ def _relayed(
     key: Tensor,
     value: Tensor,
     plan: AttentionPlan,
+    size: int,
     visible: Visible,
     scaling: float,
     strengths: Strengths,
@@ -183,10 +184,11 @@ def _relayed(
         bound = to_heads("bound", strengths.get("bound", options.limit), query)
         width, amplitude = width_and_amplitude(bound, options.temperature, options.slope, counts)
         # A relay has the mean score of its keys, so the mean over relays and tokens is that over all keys.
-        centre = _mean_score(query, key, visible, scaling, None, counts) if options.centre == "mean" else None
-        squash = Squash(centre, width, None if options.slope == "rescale" else amplitude)
+        mean = options.centre == "mean"
+        centre = _mean_score(query, key, visible, scaling, None, counts) if mean else torch.zeros_like(width)
+        squash = Squash(centre, width, amplitude, rescale=options.slope == "rescale")
     return relay_attention(
-        query, key, value, visible=visible, size=plan.reach.size, scaling=scaling, squash=squash, dropout=dropout
+        query, key, value, visible=visible, size=size, scaling=scaling, squash=squash, dropout=dropout
     )
 
 

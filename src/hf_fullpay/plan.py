@@ -180,12 +180,18 @@ def _check_together(reach: Reach, scores: Scores, payment: Payment) -> None:
     """Refuse choices that have no meaning, or no fast path, together."""
     reason = None
     if isinstance(reach, Blocks | Chunks) and isinstance(payment, Clamp):
-        reason = f"{type(reach).__name__} with Mixture or Softmax, since a relay or summary stands for many keys and has no "
+        reason = (
+            f"{type(reach).__name__} with Mixture or Softmax, since a relay or summary stands for many keys and has no "
+        )
         reason += "weight of each to lift to a floor"
     elif isinstance(reach, Chunks) and isinstance(scores, Bounded):
-        reason = "Chunks with Plain or DynamicScale scores, since a row of several softmaxes has no one centre and length"
+        reason = (
+            "Chunks with Plain or DynamicScale scores, since a row of several softmaxes has no one centre and length"
+        )
     elif isinstance(reach, Blocks) and isinstance(scores, Bounded) and scores.centre == "median":
-        reason = 'Blocks with centre="mean" or "none", since a relay knows the mean score of its keys and not each of them'
+        reason = (
+            'Blocks with centre="mean" or "none", since a relay knows the mean score of its keys and not each of them'
+        )
     if reason:
         parts = ", ".join(type(part).__name__ for part in (reach, scores, payment))
         raise wrong("AttentionPlan(...)", reason, parts)

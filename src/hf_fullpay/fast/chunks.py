@@ -73,12 +73,11 @@ def _alive(visible: Visible, start: Start, count: int, size: int, stride: int) -
 
 def _overlapped(pieces: Tensor, stride: int) -> Tensor:
     """Sum of chunks where they overlap: (B, H, P, C, D) -> (B, H, L, D)."""
-    size, total = pieces.shape[3], 0
+    size = pieces.shape[3]
     extra = -(-size // stride) - 1
-    for i, done in enumerate(range(0, size, stride)):
-        piece = pieces[:, :, :, done : done + stride]
-        total = total + F.pad(piece, (0, 0, 0, stride - piece.shape[3], i, extra - i))
-    return ungrouped(total)
+    cut = pieces.split(stride, 3)
+    moved = [F.pad(x, (0, 0, 0, stride - x.shape[3], i, extra - i)) for i, x in enumerate(cut)]
+    return ungrouped(sum(moved[1:], moved[0]))
 
 
 def _local(
@@ -138,7 +137,7 @@ def _far(
         keys, values = (torch.where(alive[:, None, ..., None], x, 0) for x in (keys, values))
     mask = alive.any(-1)[:, None, None]
     if causal:
-        first = torch.as_tensor((last_key(visible) if n == 1 else visible.offset) - start, device=query.device)
+        first = torch.as_tensor((last_key(visible) if n == 1 else visible.offset or 0) - start, device=query.device)
         place = first.view(-1, 1, 1, 1) + torch.arange(n, device=query.device)[:, None]
         mask = mask & (torch.arange(count, device=query.device) * stride + size <= place)
     mask, some = _open_blind_rows(mask)

@@ -47,8 +47,8 @@ def batched(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: fl
     mask = mask.expand(query.shape[0], -1, -1, -1)[:, :, None]
     if torch.compiler.is_exporting():
         return _sdpa(query, key, value, mask, scaling, dropout)
-    flat = (x.flatten(0, 1) for x in (query, key, value, mask))
-    return _sdpa(*flat, scaling, dropout).unflatten(0, query.shape[:2])
+    flat = [x.flatten(0, 1) for x in (query, key, value, mask)]
+    return _sdpa(flat[0], flat[1], flat[2], flat[3], scaling, dropout).unflatten(0, query.shape[:2])
 
 
 def existing(visible: Visible, start: Start, length: int) -> Tensor:

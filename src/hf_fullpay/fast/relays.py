@@ -6,6 +6,7 @@ block, P blocks of keys, Q blocks of queries of R rows each.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,19 +16,22 @@ from hf_fullpay.core.numbers import accumulate
 from hf_fullpay.core.visible import Visible
 from hf_fullpay.fast.laid import Start, batched, existing, first_key, group_means, grouped, laid, last_key, ungrouped
 
-UNLIMITED = 2.0**60  # a width in place of infinity: tanh(x / width) * width == x; its inverse in rows that are no query
+UNLIMITED = 2.0**60  # a width in place of infinity: tanh(x / width) * width == x; its inverse in place of 0
 
 
 @dataclass(frozen=True)
 class Squash:
-    """Bounded scores: amplitude * tanh((s - centre) / width), or min(1, width / max |s - centre|) * (s - centre).
+    """Bounded scores, amplitude * tanh((s - centre) / width), or with `rescale` min(1, width / max |s - centre|) * (s -
+    centre). The tensors broadcast against (B, H, N, 1)."""
 
-    All broadcast against (B, H, N, 1). No amplitude chooses the second form, no centre means 0.
-    """
-
-    centre: Tensor | None
+    centre: Tensor
     width: Tensor
-    amplitude: Tensor | None
+    amplitude: Tensor
+    rescale: bool
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Squash:
+        """The same with every tensor changed."""
+        return Squash(change(self.centre), change(self.width), change(self.amplitude), self.rescale)
 
 
 def relay_attention(
@@ -68,7 +72,7 @@ def relay_attention(
     size = size if compiling else min(size, total)
     origin = first_key(visible) if origin is None else origin
     # The layout begins up to C - 1 slots early, so that the origin is the first slot of a block.
-    start = -(-origin % size)
+    start: Start = -(-origin % size)
     # One division, which an exporter can simplify where it meets multiples of it.
     blocks = (total - 1 + size * (2 if compiling or isinstance(start, Tensor) else 1)) // size
     alive = grouped(existing(visible, start, blocks * size)[:, None, :, None], size)[:, 0, ..., 0]
@@ -79,8 +83,8 @@ def relay_attention(
     own = [x.transpose(1, 2) for x in (keys, values)]  # (B, P, G, C, D)
 
     block = torch.arange(blocks, device=query.device)
+    begin: Start = 0
     if n == 1:
-        begin = 0
         place = ((last_key(visible) - start) // size + torch.zeros_like(block[:1])).clamp(0, blocks - 1)
         place = place.expand(query.shape[0])[:, None]
         rows, own = query[:, None], [x.take_along_dim(place[..., None, None, None], 1) for x in own]
@@ -100,14 +104,12 @@ def relay_attention(
     if squash is None:
         out = batched(rows, keys, values, mask, scaling, dropout)
     else:
-        shape = (query.shape[0], query.shape[1], n, 1)
-        parts = [x if x is None else x.expand(shape) for x in (squash.centre, squash.width, squash.amplitude)]
-        if n > 1:
-            length = (blocks - first) * size
-            parts = [x if x is None else grouped(laid(x, begin, length), size).transpose(1, 2) for x in parts]
+        squash = squash.each(lambda x: x.expand(*query.shape[:3], 1))
+        if n == 1:
+            squash = squash.each(lambda x: x[:, None])
         else:
-            parts = [x if x is None else x[:, None] for x in parts]
-        out = _squashed(rows, keys, values, mask, Squash(*parts), scaling, dropout)
+            squash = squash.each(lambda x: grouped(laid(x, begin, (blocks - first) * size), size).transpose(1, 2))
+        out = _squashed(rows, keys, values, mask, squash, scaling, dropout)
     out = ungrouped(out.transpose(1, 2))
     out = laid(out, -begin, n) if n > 1 else out
     return out if visible.keys is None else torch.where(visible.counts() > 0, out, 0)
@@ -128,18 +130,16 @@ def _mask(hidden: Tensor, silent: Tensor, alive: Tensor, dtype: torch.dtype) -> 
 def _squashed(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, squash: Squash, scaling: float, dropout: float
 ) -> Tensor:
-    """Attention of blocks with bounded scores; holds their N (C + P) scores. The parts of squash are (B, Q, H, R, 1)."""
-    wide, groups = accumulate(query.dtype), key.shape[2]
-    centre, width, amplitude = (
-        None if x is None else x.unflatten(2, (groups, -1)) for x in (squash.centre, squash.width, squash.amplitude)
-    )
-    width, mask = width.clamp(1 / UNLIMITED, UNLIMITED), mask[:, :, None, None]
-    scores = query.to(wide).unflatten(2, (groups, -1)) @ key.to(wide).mT[:, :, :, None] * scaling
-    scores = scores if centre is None else scores - centre
-    if amplitude is not None:
-        scores = amplitude.clamp(max=UNLIMITED) * torch.tanh(scores / width)
-    else:
+    """Attention of blocks with bounded scores; holds their N (C + P) scores. The rows of `squash` are (B, Q, H, R, 1)."""
+    wide, groups, mask = accumulate(query.dtype), key.shape[2], mask[:, :, None, None]
+    centre, width, amplitude = (x.unflatten(2, (groups, -1)) for x in (squash.centre, squash.width, squash.amplitude))
+    # What is no query has a width of 0; a head without a bound has an infinite one.
+    width = width.clamp(1 / UNLIMITED, UNLIMITED)
+    scores = query.to(wide).unflatten(2, (groups, -1)) @ key.to(wide).mT[:, :, :, None] * scaling - centre
+    if squash.rescale:
         peak = scores.abs().masked_fill(mask < torch.finfo(mask.dtype).min / 4, 0).amax(-1, keepdim=True)
         scores = scores * torch.where(peak > width, width / torch.where(peak > width, peak, 1), 1)
+    else:
+        scores = amplitude.clamp(max=UNLIMITED) * torch.tanh(scores / width)
     weights = torch.dropout(torch.softmax(scores + mask, -1), dropout, True)
     return (weights.to(value.dtype) @ value[:, :, :, None]).flatten(2, 3)

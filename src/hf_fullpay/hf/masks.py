@@ -51,11 +51,11 @@ def compact_mask(
     plain = local_size is None or kv_length < local_size
     if mask_function is bidirectional_mask_function and allow_is_bidirectional_skip and plain:
         return padding
-    if mask_function is causal_mask_function and allow_is_causal_skip and plain and isinstance(q_offset, int):
-        if q_offset + q_length == kv_offset + kv_length:
-            if q_length == 1 < kv_length:
-                return padding  # the newest token sees everything that exists
-            return torch.ones((), dtype=torch.bool, device=device) if padding is None else padding[:, None]
+    causal = mask_function is causal_mask_function and allow_is_causal_skip and plain
+    if causal and isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length:
+        if q_length == 1 < kv_length:
+            return padding  # the newest token sees everything that exists
+        return torch.ones((), dtype=torch.bool, device=device) if padding is None else padding[:, None]
     return sdpa_mask(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
         mask_function=mask_function, attention_mask=attention_mask, local_size=local_size,

@@ -49,7 +49,11 @@ class Blocks:
 
     def misfit(self, *, cross: bool, causal: bool, image: bool) -> str | None:
         """Why this reach makes no sense for an attention module; arguments as in `Full.misfit`."""
-        return "blocks have no meaning in cross-attention, whose queries and keys are different sequences" if cross else None
+        return (
+            "blocks have no meaning in cross-attention, whose queries and keys are different sequences"
+            if cross
+            else None
+        )
 
     def scores_saved(self, n: int, *, causal: bool = False) -> float:
         """Part of the products q . k of full attention over n tokens that is not computed (of n (n + 1) / 2 if causal,

@@ -75,7 +75,11 @@ class Chunks:
 
     def misfit(self, *, cross: bool, causal: bool, image: bool) -> str | None:
         """Why this reach makes no sense for an attention module; arguments as in `Full.misfit`."""
-        return "chunks have no meaning in cross-attention, whose queries and keys are different sequences" if cross else None
+        return (
+            "chunks have no meaning in cross-attention, whose queries and keys are different sequences"
+            if cross
+            else None
+        )
 
 
 def chunk_weights(
