@@ -22,8 +22,8 @@ from hf_fullpay import (
     Chunks,
     Clamp,
     DynamicScale,
-    FullPayWarning,
     Full,
+    FullPayWarning,
     Mixture,
     attention,
 )

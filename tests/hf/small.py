@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
-from families import CAUSAL, FAMILIES, SHORT, build, shortened
+from families import CAUSAL, FAMILIES, build, shortened
 from hf_fullpay import PRESETS, AttentionPlan, Mixture
 from hf_fullpay.hf.bind import layers_of
 from hf_fullpay.hf.forward import CARRIER

@@ -6,7 +6,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from families import CAUSAL, build, inputs, tiny
-from hf_fullpay import PRESETS, AttentionPlan, Band, FullPayWarning, Full, Mixture
+from hf_fullpay import PRESETS, AttentionPlan, Band, Full, FullPayWarning, Mixture
 from hf_fullpay.payment.mixture import Budget
 from small import ON_CAUSAL, SHORT, load, short, states
 
