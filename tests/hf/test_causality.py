@@ -5,10 +5,10 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from families import CAUSAL, build, inputs, tiny
+from families import CAUSAL, SHORT, build, inputs, tiny
 from hf_fullpay import PRESETS, AttentionPlan, Band, Full, FullPayWarning, Mixture
 from hf_fullpay.payment.mixture import Budget
-from small import ON_CAUSAL, SHORT, load, short, states
+from small import ON_CAUSAL, load, short, states
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_fullpay.FullPayWarning")
 N = 9
