@@ -252,3 +252,4 @@ def test_what_goes_together():
         for payment in (Softmax(), Mixture()):
             assert AttentionPlan(Blocks(), scores, payment).promises(64)
     assert AttentionPlan(Chunks(), DynamicScale(), Mixture()).promises(64)
+    assert not AttentionPlan(Chunks(exchange=0.0, learnable=False)).promises(64)

@@ -162,8 +162,8 @@ class AttentionPlan:
                 else "nothing comes from outside, in values and gradients"
             )
             found.append(f"the softmax sees a token and the {self.reach.size - 1} before it; {outside}")
-        if isinstance(self.reach, Blocks | Chunks):
-            found.append("every output depends on every visible input; nothing tells of the future")
+        if isinstance(self.reach, Blocks) or (isinstance(self.reach, Chunks) and self.reach.mixes):
+            found.append("every output depends on every visible input; no relay or summary tells of the future")
         return found
 
     def describe(self) -> str:

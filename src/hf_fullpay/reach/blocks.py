@@ -15,7 +15,9 @@ Blocks are counted in slots from the first key that the query sees: padding, pac
 token in front is a token of the first block like any other.
 
 Promise: every output depends on every visible input, its own block token by token; no relay tells of the future.
-Cost: N (size + N / size) scores. Memory: keys and values twice while N <= size^2, beyond it (N / size)^2 rows of them.
+Cost: N (size + N / size) scores: of the products of full attention, 74, 87, 96, 98 % are saved at 512, 1k, 4k, 16k tokens
+with blocks of 128, of causal attention's 49, 73, 92, 97 % (`Blocks.scores_saved`).
+Memory: keys and values twice while N <= size^2, beyond it (N / size)^2 rows of them.
 """
 
 from __future__ import annotations

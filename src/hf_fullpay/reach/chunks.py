@@ -58,7 +58,7 @@ class Chunks:
             raise wrong("Chunks(overlap=...)", f"less than the size of {self.size}", self.overlap)
         check_number("Chunks(exchange=...)", self.exchange, low=0, high=1, per_head=True)
         check_flag("Chunks(learnable=...)", self.learnable)
-        if self.learnable and not (smallest(self.exchange) > 0 and largest(self.exchange) < 1):
+        if self.learnable and not self.mixes:
             raise wrong(
                 "Chunks(exchange=...)", "a start inside (0, 1) for a learnable exchange", self.exchange,
                 "A sigmoid never reaches its ends; say learnable=False for a constant.",
@@ -68,6 +68,11 @@ class Chunks:
     def stride(self) -> int:
         """Tokens from the start of a chunk to the start of the next."""
         return self.size - self.overlap
+
+    @property
+    def mixes(self) -> bool:
+        """Whether every head has a part from its chunks and a part from the summaries."""
+        return smallest(self.exchange) > 0 and largest(self.exchange) < 1
 
     def restrict(self, allowed: Visible) -> Visible:
         """Keys within reach: all, near ones themselves and far ones in summaries."""
