@@ -75,31 +75,26 @@ def relay_attention(
     start: Start = -(-origin % size)
     # One division, which an exporter can simplify where it meets multiples of it.
     blocks = (total - 1 + size * (2 if compiling or isinstance(start, Tensor) else 1)) // size
-    alive = grouped(existing(visible, start, blocks * size)[:, None, :, None], size)[:, 0, ..., 0]
-    keys, values = (grouped(laid(x, start, blocks * size), size) for x in (key, value))
-    if visible.keys is not None:
-        keys, values = (torch.where(alive[:, None, :, :, None], x, 0) for x in (keys, values))
-    relays = [group_means(x, alive)[:, None] for x in (keys, values)]  # (B, 1, G, P, D)
-    own = [x.transpose(1, 2) for x in (keys, values)]  # (B, P, G, C, D)
-
+    alive, tokens = _blocks(visible, [key, value], start, blocks, size)
+    relays = [group_means(x, alive)[:, None] for x in tokens]  # (B, 1, G, P, D)
     block = torch.arange(blocks, device=query.device)
     begin: Start = 0
     if n == 1:
-        place = ((last_key(visible) - start) // size + torch.zeros_like(block[:1])).clamp(0, blocks - 1)
-        place = place.expand(query.shape[0])[:, None]
-        rows, own = query[:, None], [x.take_along_dim(place[..., None, None, None], 1) for x in own]
-        hidden = ~alive.expand(query.shape[0], -1, -1).take_along_dim(place[..., None], 1)[:, :, None]
+        rows, number = query[:, None], (last_key(visible) - start) // size
+        near, tokens = _blocks(visible, [key, value], start + number * size, 1, size)
+        hidden, place = ~near[:, :, None], torch.as_tensor(number, device=query.device).view(-1, 1)
     else:
         first = offset // size  # blocks of keys alone come before it
         begin, place = start + first * size - offset, block[None, first:]
         rows = grouped(laid(query, begin, (blocks - first) * size), size).transpose(1, 2)
-        own, hidden = [x[:, first:] for x in own], ~alive[:, first:, None]
+        hidden, tokens = ~alive[:, first:, None], [x[:, :, first:] for x in tokens]
         if causal:
             hidden = hidden | hidden.new_ones(size, size).triu(1)
     silent = block >= place[..., None] if causal and n > 1 else block == place[..., None]
     mask = _mask(hidden, silent, alive, query.dtype if dropout or query.is_cuda else accumulate(query.dtype))
+    own = [x.transpose(1, 2) for x in tokens]  # (B, Q, G, C, D)
     keys, values = (
-        torch.cat([near, far.expand(-1, near.shape[1], -1, -1, -1)], 3) for near, far in zip(own, relays, strict=True)
+        torch.cat([x, far.expand(-1, x.shape[1], -1, -1, -1)], 3) for x, far in zip(own, relays, strict=True)
     )
     if squash is None:
         out = batched(rows, keys, values, mask, scaling, dropout)
@@ -113,6 +108,15 @@ def relay_attention(
     out = ungrouped(out.transpose(1, 2))
     out = laid(out, -begin, n) if n > 1 else out
     return out if visible.keys is None else torch.where(visible.counts() > 0, out, 0)
+
+
+def _blocks(visible: Visible, rows: list[Tensor], start: Start, count: int, size: int) -> tuple[Tensor, list[Tensor]]:
+    """Blocks from a slot on: which tokens exist, (B or 1, P, C), and rows (B, G, P, C, D), zero where none does."""
+    alive = grouped(existing(visible, start, count * size)[:, None, :, None], size)[:, 0, ..., 0]
+    cut = [grouped(laid(x, start, count * size), size) for x in rows]
+    if visible.keys is not None:
+        cut = [torch.where(alive[:, None, :, :, None], x, 0) for x in cut]
+    return alive, cut
 
 
 def _mask(hidden: Tensor, silent: Tensor, alive: Tensor, dtype: torch.dtype) -> Tensor:
