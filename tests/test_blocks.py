@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from families import build, inputs
@@ -20,6 +21,8 @@ from hf_fullpay import (
     Softmax,
     attention,
 )
+from hf_fullpay.attend import attend
+from hf_fullpay.core.visible import Visible
 from hf_fullpay.hf.forward import CARRIER
 
 BLOCKS = AttentionPlan(Blocks(4))
@@ -154,6 +157,25 @@ def test_steps_and_pieces_equal_one_pass(plan, first):
             torch.testing.assert_close(part, whole[:, :, start:stop])
     alone = attention(query[2:, :, 12:], key[2:], value[2:], plan=plan)  # the newest token sees all there is
     torch.testing.assert_close(alone, whole[2:, :, 12:])
+
+
+@BOTH
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_compiled_step_serves_every_length_of_the_cache(plan, padded):
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+
+    def step(query, key, value, keys):
+        allowed = Visible(1, key.shape[2], key.device, keys=keys)
+        return attend(query, key, value, plan=plan, allowed=allowed, scaling=0.3)
+
+    fast = torch.compile(step, backend=counter, dynamic=True, fullgraph=True)
+    for n in (9, 10, 14, 33):
+        query, key, value = (x.detach() for x in tensors(n))
+        keys = torch.arange(n)[None] > 2 if padded else None
+        given = query[:, :, -1:], key, value, keys
+        torch.testing.assert_close(fast(*given), step(*given))
+    assert counter.frame_count == 1
 
 
 class Largest(TorchDispatchMode):

@@ -13,7 +13,18 @@ from torch import Tensor
 from hf_fullpay.core.numbers import accumulate
 from hf_fullpay.core.visible import Visible
 from hf_fullpay.fast.host import _open_blind_rows, _sdpa
-from hf_fullpay.fast.laid import Start, batched, existing, first_key, group_means, grouped, laid, last_key, ungrouped
+from hf_fullpay.fast.laid import (
+    Start,
+    batched,
+    existing,
+    first_key,
+    group_means,
+    grouped,
+    laid,
+    last_key,
+    places,
+    ungrouped,
+)
 from hf_fullpay.fast.mean import blend
 
 
@@ -115,7 +126,7 @@ def _local_step(
     keys, values = (laid(x, slot - size + 1, size) for x in (key, value))
     if visible.keys is not None:
         keys, values = (torch.where(alive[..., None], x, 0) for x in (keys, values))
-    place = torch.as_tensor(slot - start, device=query.device).view(-1, 1, 1)
+    place = places(slot - start, query.device)[..., None]
     chunk = place // stride - torch.arange(-(-size // stride), device=query.device)[None, :, None]
     holds = (chunk >= 0) & (place < chunk * stride + size)
     mask = alive & holds & (torch.arange(1 - size, 1, device=query.device) + place >= chunk * stride)
@@ -137,8 +148,8 @@ def _far(
         keys, values = (torch.where(alive[:, None, ..., None], x, 0) for x in (keys, values))
     mask = alive.any(-1)[:, None, None]
     if causal:
-        first = torch.as_tensor((last_key(visible) if n == 1 else visible.offset or 0) - start, device=query.device)
-        place = first.view(-1, 1, 1, 1) + torch.arange(n, device=query.device)[:, None]
+        first = places((last_key(visible) if n == 1 else visible.offset or 0) - start, query.device)
+        place = first[..., None, None] + torch.arange(n, device=query.device)[:, None]
         mask = mask & (torch.arange(count, device=query.device) * stride + size <= place)
     mask, some = _open_blind_rows(mask)
     return _sdpa(query, group_means(keys, alive), group_means(values, alive), mask, scaling, dropout), some

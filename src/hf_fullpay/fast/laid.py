@@ -16,6 +16,11 @@ from hf_fullpay.fast.host import _sdpa
 Start = int | Tensor  # slot at which a layout begins: one for all, or (B,) integers
 
 
+def places(start: Start, device: torch.device) -> Tensor:
+    """Integers of shape (B or 1, 1). A sum, since a length given to torch.tensor would be a constant of a traced program."""
+    return (start if isinstance(start, Tensor) else torch.zeros(1, dtype=torch.long, device=device) + start)[:, None]
+
+
 def laid(rows: Tensor, start: Start, length: int) -> Tensor:
     """Slots start .. start + length - 1 of (B, *, T, D), zeros where there are none: (B, *, L, D)."""
     if not isinstance(start, Tensor):

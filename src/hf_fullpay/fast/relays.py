@@ -14,7 +14,18 @@ from torch import Tensor
 
 from hf_fullpay.core.numbers import accumulate
 from hf_fullpay.core.visible import Visible
-from hf_fullpay.fast.laid import Start, batched, existing, first_key, group_means, grouped, laid, last_key, ungrouped
+from hf_fullpay.fast.laid import (
+    Start,
+    batched,
+    existing,
+    first_key,
+    group_means,
+    grouped,
+    laid,
+    last_key,
+    places,
+    ungrouped,
+)
 
 UNLIMITED = 2.0**60  # a width in place of infinity: tanh(x / width) * width == x; its inverse in place of 0
 
@@ -82,7 +93,7 @@ def relay_attention(
     if n == 1:
         rows, number = query[:, None], (last_key(visible) - start) // size
         near, tokens = _blocks(visible, [key, value], start + number * size, 1, size)
-        hidden, place = ~near[:, :, None], torch.as_tensor(number, device=query.device).view(-1, 1)
+        hidden, place = ~near[:, :, None], places(number, query.device)
     else:
         first = offset // size  # blocks of keys alone come before it
         begin, place = start + first * size - offset, block[None, first:]
