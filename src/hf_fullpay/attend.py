@@ -9,26 +9,28 @@ Dimensions: B batch, H query heads, G key/value heads (G divides H), N queries, 
 
 Blocks go through relays and chunks through chunks, with the mean beside them for a mixture; a mask of pairs or a bias
 sends both to the reference. host is torch's scaled_dot_product_attention (chunked for a band), tiles recomputes scores in
-tiles of rows, mean is the mean of visible values, linear in N. Asked for weights, the dense reference answers.
+tiles of rows, mean is the mean of visible values, linear in N. FlexAttention or our Triton kernels take the place of host
+and tiles where `backends` says so. Asked for weights, the dense reference answers.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hf_fullpay.backends import choose
 from hf_fullpay.core.errors import check_flag, check_number, wrong
 from hf_fullpay.core.numbers import accumulate, to_heads
 from hf_fullpay.core.places import one_row, query_slots
 from hf_fullpay.core.shapes import check_shapes, split_mask
 from hf_fullpay.core.visible import Visible
-from hf_fullpay.core.warning import FullPayWarning
+from hf_fullpay.core.warning import warn
 from hf_fullpay.fast.chunks import chunk_attention
 from hf_fullpay.fast.host import host_attention
+from hf_fullpay.fast.kernels import kernel_attention
 from hf_fullpay.fast.mean import blend, visible_mean
 from hf_fullpay.fast.relays import Squash, relay_attention
 from hf_fullpay.fast.tiles import tiled_attention
@@ -59,6 +61,7 @@ def attend(
     strengths: Strengths | None = None,
     given: Given | None = None,
     dropout: float = 0.0,
+    hosted: Tensor | None = None,
 ) -> Tensor:
     """Attention of one layer on the fast paths.
 
@@ -74,18 +77,21 @@ def attend(
             (H,), and "gate", logits of shape (B, H, N, 1).
         given: what this call brings besides, by the names in `plan.inputs`.
         dropout: probability with which a softmax weight is dropped; the floor is never dropped.
+        hosted: (B, H, N, Dv), the softmax part where the plan leaves it to a host.
 
     Returns:
         (B, H, N, Dv) in the type of query. A query that sees no key gives zeros.
     """
     strengths = strengths or {}
-    if isinstance(plan.reach, Blocks | Chunks):
+    backend = "host" if hosted is not None else choose(plan, query, key, value, bias=bias, dropout=dropout)
+    if isinstance(plan.reach, Blocks | Chunks) and backend != "reference":
         allowed = one_row(allowed)
-        if not _has_path(query, allowed, bias):
-            return reference_attention(
-                query, key, value, plan=plan, allowed=allowed, scaling=scaling, bias=bias, strengths=strengths,
-                dropout=dropout,
-            )[0]  # fmt: skip
+        backend = backend if _has_path(query, allowed, bias) else "reference"
+    if backend == "reference":
+        return reference_attention(
+            query, key, value, plan=plan, allowed=allowed, scaling=scaling, bias=bias, strengths=strengths,
+            given=given, dropout=dropout,
+        )[0]  # fmt: skip
     visible = plan.reach.restrict(allowed)
 
     if isinstance(plan.scores, DynamicScale):
@@ -96,18 +102,29 @@ def attend(
             query = (query.to(accumulate(query.dtype)) * gain).to(query.dtype)
             bias = bias * gain if bias is not None else None
 
-    if isinstance(plan.reach, Blocks):
-        output = _relayed(query, key, value, plan, plan.reach.size, visible, scaling, strengths, dropout)
+    rows = _row_numbers(query, key, plan, visible, scaling, bias, strengths)
+    if hosted is not None:
+        output = hosted
+    elif isinstance(plan.reach, Blocks):
+        output = relay_attention(
+            query, key, value, visible=visible, size=plan.reach.size, scaling=scaling, squash=_squash(rows),
+            dropout=dropout,
+        )  # fmt: skip
     elif isinstance(plan.reach, Chunks):
         exchange = to_heads("exchange", strengths.get("exchange", plan.reach.exchange), query)
         output = chunk_attention(
             query, key, value, visible=visible, size=plan.reach.size, stride=plan.reach.stride, exchange=exchange,
             scaling=scaling, dropout=dropout,
         )  # fmt: skip
-    elif isinstance(plan.scores, Bounded) or isinstance(plan.payment, Clamp):
-        output = _tiled(query, key, value, plan, visible, scaling, bias, strengths, dropout)
+    elif backend == "flex":
+        from hf_fullpay.fast.flex import flexible_attention  # loads the compiler, which most never need
+
+        output = flexible_attention(query, key, value, visible=visible, scaling=scaling, **rows)
+    elif backend == "triton":
+        output = kernel_attention(query, key, value, visible=visible, scaling=scaling, bias=bias, **rows)
     else:
-        output = host_attention(query, key, value, visible=visible, scaling=scaling, bias=bias, dropout=dropout)
+        attend_rows = tiled_attention if rows else host_attention
+        output = attend_rows(query, key, value, visible=visible, scaling=scaling, bias=bias, dropout=dropout, **rows)
 
     if isinstance(plan.payment, Mixture) and not (plan.payment.is_neutral and "budget" not in strengths):
         paid = allowed if plan.payment.pay == "visible" else visible
@@ -122,35 +139,34 @@ def attend(
     return output
 
 
-def _tiled(
+def _row_numbers(
     query: Tensor,
     key: Tensor,
-    value: Tensor,
     plan: AttentionPlan,
     visible: Visible,
     scaling: float,
     bias: Tensor | None,
     strengths: Strengths,
-    dropout: float,
-) -> Tensor:
-    """Bounded scores and clamped weights: give the tiles the row numbers that they need."""
+) -> dict[str, Any]:
+    """The numbers of every row that bounded scores and clamped weights need, by the names of `tiled_attention`; empty
+    for ordinary ones."""
+    rows: dict[str, Any] = {}
+    if not isinstance(plan.scores, Bounded) and not isinstance(plan.payment, Clamp):
+        return rows
     counts = visible.counts().to(accumulate(query.dtype))
-    centre = width = amplitude = least = None
-    median = rescale = False
     if isinstance(plan.scores, Bounded):
         options = plan.scores
         bound = to_heads("bound", strengths.get("bound", options.limit), query)
-        width, amplitude = width_and_amplitude(bound, options.temperature, options.slope, counts)
-        median, rescale = options.centre == "median", options.slope == "rescale"
-        if options.centre == "mean":
-            centre = _mean_score(query, key, visible, scaling, bias, counts)
+        rows["width"], amplitude = width_and_amplitude(bound, options.temperature, options.slope, counts)
+        rows |= {"rescale": True} if options.slope == "rescale" else {"amplitude": amplitude}
+        if options.centre == "median":
+            rows["median"] = True
+        elif options.centre == "mean":
+            rows["centre"] = _mean_score(query, key, visible, scaling, bias, counts)
     if isinstance(plan.payment, Clamp):
         budget = to_heads("budget", strengths.get("budget", plan.payment.budget), query)
-        least = floor_of(plan.payment.floor, budget, counts)
-    return tiled_attention(
-        query, key, value, visible=visible, scaling=scaling, bias=bias, centre=centre, median=median,
-        width=width, amplitude=None if rescale else amplitude, rescale=rescale, floor=least, dropout=dropout,
-    )  # fmt: skip
+        rows["floor"] = floor_of(plan.payment.floor, budget, counts)
+    return rows
 
 
 def _has_path(query: Tensor, allowed: Visible, bias: Tensor | None) -> bool:
@@ -166,29 +182,14 @@ def _has_path(query: Tensor, allowed: Visible, bias: Tensor | None) -> bool:
     return False
 
 
-def _relayed(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    plan: AttentionPlan,
-    size: int,
-    visible: Visible,
-    scaling: float,
-    strengths: Strengths,
-    dropout: float,
-) -> Tensor:
-    """Blocks: give bounded scores the row numbers that they need."""
-    squash = None
-    if isinstance(plan.scores, Bounded):
-        options, counts = plan.scores, visible.counts().to(accumulate(query.dtype))
-        bound = to_heads("bound", strengths.get("bound", options.limit), query)
-        width, amplitude = width_and_amplitude(bound, options.temperature, options.slope, counts)
-        # A relay has the mean score of its keys, so the mean over relays and tokens is that over all keys.
-        mean = options.centre == "mean"
-        centre = _mean_score(query, key, visible, scaling, None, counts) if mean else torch.zeros_like(width)
-        squash = Squash(centre, width, amplitude, rescale=options.slope == "rescale")
-    return relay_attention(
-        query, key, value, visible=visible, size=size, scaling=scaling, squash=squash, dropout=dropout
+def _squash(rows: dict[str, Any]) -> Squash | None:
+    """Bounded scores of blocks. A relay has the mean score of its keys, so the mean over tokens and relays, each as often
+    as it has keys, is that over all keys."""
+    if not rows:
+        return None
+    width = rows["width"]
+    return Squash(
+        rows.get("centre", torch.zeros_like(width)), width, rows.get("amplitude", width), rows.get("rescale", False)
     )
 
 
@@ -255,6 +256,8 @@ def attention(
         raise wrong(
             "plan", "gate=False on plain tensors", "gate=True", "The gate reads a layer's input: use convert()."
         )
+    if plan.host is not None:
+        raise wrong("plan", "no host on plain tensors", plan.host, "A host is an attention of a Transformers model.")
     allowed, bias = visible_of(query, key.shape[2], visible, is_causal)
     if isinstance(plan.payment, Budget) and (shortfall := plan.payment.shortfall(key.shape[2])):
         warn(shortfall)
@@ -271,12 +274,6 @@ def attention(
         if return_weights:
             return reference_attention(query, key, value, **arguments)
         return attend(query, key, value, **arguments)
-
-
-def warn(message: str) -> None:
-    """Warn from the user's point of view. Not while compiling: a warning is no part of a graph."""
-    if not torch.compiler.is_compiling():
-        warnings.warn(message, FullPayWarning, stacklevel=3)
 
 
 def visible_of(query: Tensor, n_keys: int, mask: Tensor | None, is_causal: bool | str) -> tuple[Visible, Tensor | None]:

@@ -16,8 +16,9 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_fullpay.attend import warn
+from hf_fullpay.core.warning import warn
 from hf_fullpay.hf.forward import BINDING, CARRIER, Layer, plan_of
+from hf_fullpay.hf.hosts import check_host
 from hf_fullpay.plan import PRESETS, AttentionPlan
 
 ADVICE = 'Load it with attn_implementation="sdpa" or "eager", or choose a model whose attention can be exchanged.'
@@ -51,13 +52,15 @@ def bind(model: PreTrainedModel) -> None:
             f"{label}: expected a plan without gate=True, which has learned weights and no place for them in a stock "
             "class. Use hf_fullpay.convert(model, plan)."
         )
+    if plan.host is not None:
+        check_host(model, plan.host)
     plans, warned = plan.for_layers(total), set[int]()
     if not plan.is_vanilla and all(one.is_vanilla for one in plans):
         warn(f"{label}: layers={plan.layers!r} chooses none of its {total} layers, so all pay ordinary attention.")
     for (path, module), index in zip(unbound, indices, strict=True):
         _refuse_needs(label, path, module, plans[index])
         _check_heads(label, module, model.config, plans[index])
-        setattr(module, BINDING, Layer(name, plans[index], index, total, label, warned))
+        setattr(module, BINDING, Layer(name, plans[index], index, total, label, plan.host, warned))
 
 
 def refuse_class(model: PreTrainedModel, name: str) -> None:
