@@ -46,7 +46,7 @@ def test_errors_name_the_argument(change, message):
 @every_call
 def test_heads_wider_than_256(call):
     call(*tensors(256))
-    with pytest.raises(ValueError, match="(query|value): expected a width from 1 to 256, got 257"):
+    with pytest.raises(ValueError, match=r"(query|value): expected a width from 1 to 256, got 257"):
         call(*tensors(257))
 
 
