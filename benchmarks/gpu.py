@@ -1,10 +1,10 @@
 """The table of a GPU: our torch operators and kernels, and their peers, against the best of SDPA's backends.
 
 A group is one shape, causality and direction; all its contenders run in the same rounds, each after a write that empties
-the L2 cache, timed by events. A row is {name, backend, shape, dtype, is_causal, direction, ratio, iqr, seconds, tflops, share,
-best_sdpa, peak_mib}: time / time of the fastest SDPA backend, named in every row; useful operations a second; the share of
-what the device can do (limits.py). What cannot run has a reason in place of numbers. Each contender is first compared with
-float64, output and gradients, on an odd length of the same width; a wrong one is not timed.
+the L2 cache, timed by events. A row is {name, backend, shape, dtype, is_causal, direction, ratio, iqr, seconds, tflops,
+share, best_sdpa, peak_mib}: time / time of the fastest SDPA backend, which every row names; useful operations a second;
+the share of what the device can do (limits.py). What cannot run has a reason in place of numbers. Each contender is first
+compared with float64, output and gradients, on an odd length of the same width; a wrong one is not timed.
 """
 
 from __future__ import annotations

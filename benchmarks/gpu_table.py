@@ -48,17 +48,15 @@ def _key(row: dict[str, Any]) -> tuple[Any, ...]:
 
 def _about(results: Any) -> str:
     if results is None:
-        return "No CUDA device was at hand: not measured yet. `python benchmarks/run.py --device cuda --json benchmarks/results/gpu.json`."
-    where, rows = results["provenance"], results["rows"]
-    best = {
-        (row["shape"], row["is_causal"], row["direction"]): row["best_sdpa"] for row in rows if row.get("best_sdpa")
-    }
-    told = "; ".join(
-        f"{shape} {'causal' if is_causal else 'full'} {direction}: {name}"
-        for (shape, is_causal, direction), name in best.items()
-    )
+        command = "python benchmarks/run.py --device cuda --json benchmarks/results/gpu.json"
+        return f"No CUDA device was at hand: not measured yet. `{command}`."
+    where, best = results["provenance"], {}
+    for row in results["rows"]:
+        if row.get("best_sdpa"):
+            place = f"{row['shape']} {'causal' if row['is_causal'] else 'full'} {row['direction']}"
+            best[place] = f"{place}: {row['best_sdpa']}"
     return (
-        f"Time as a multiple of the fastest SDPA backend of the same shape, causality and direction; useful TFLOP/s; share "
+        "Time as a multiple of the fastest SDPA backend of the same shape, causality and direction; useful TFLOP/s; share "
         f"of the device's measured limit. BF16, {where['device']}, torch {where['torch']}, {where['date']}, "
-        f"`{where['command'].strip()}`.\n\nFastest SDPA backend: {told}."
+        f"`{where['command'].strip()}`.\n\nFastest SDPA backend: {'; '.join(best.values())}."
     )

@@ -105,8 +105,9 @@ def peers() -> str:
     for name, is_causal in dict.fromkeys((row["name"], row["is_causal"]) for row in rows):
         cells = [f"`{name}`", "causal" if is_causal else "full"]
         for place in places:
-            both = [found[name, is_causal, *place, way] for way in ("forward", "forward+backward")]
-            cells.append(" / ".join("-" if row["ratio"] is None else f"{row['ratio']:.2f}" for row in both))
+            both = [found.get((name, is_causal, *place, way), {}) for way in ("forward", "forward+backward")]
+            numbers = [row.get("ratio") for row in both]
+            cells.append(" / ".join("-" if ratio is None else f"{ratio:.2f}" for ratio in numbers))
         lines.append(cells)
         mine = [row for key, row in found.items() if key[:2] == (name, is_causal) and row.get("reason")]
         reasons += [f"`{name}`, {row['direction']}: {row['reason']}" for row in mine]

@@ -9,7 +9,9 @@ import torch
 
 # Triton reads it on import; the interpreter can be asked for on a machine with a GPU too.
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
-sys.path.insert(0, str(Path(__file__).parent.parent / "torch-ext"))
+KERNELS = Path(__file__).parent.parent
+sys.path.insert(0, str(KERNELS / "torch-ext"))
+sys.path.append(str(KERNELS.parent / "benchmarks"))  # how a plan becomes calls of the kernels
 
 
 def pytest_runtest_setup(item):
