@@ -9,8 +9,8 @@ Dimensions: B batch, H query heads, G key/value heads (G divides H), N queries, 
 
 Blocks go through relays and chunks through chunks, with the mean beside them for a mixture; a mask of pairs or a bias
 sends both to the reference. host is torch's scaled_dot_product_attention (chunked for a band), tiles recomputes scores in
-tiles of rows, mean is the mean of visible values, linear in N. FlexAttention or our Triton kernels take the place of host
-and tiles where `backends` says so. Asked for weights, the dense reference answers.
+tiles of rows, mean is the mean of visible values, linear in N (decoding: from a running sum). FlexAttention or our Triton
+kernels take the place of host and tiles where `backends` says so. Asked for weights, the dense reference answers.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from hf_fullpay.backends import choose
 from hf_fullpay.core.errors import check_flag, check_number, wrong
 from hf_fullpay.core.numbers import accumulate, to_heads
 from hf_fullpay.core.places import one_row, query_slots
+from hf_fullpay.core.running import RunningSum
 from hf_fullpay.core.shapes import check_shapes, split_mask
 from hf_fullpay.core.visible import Visible
 from hf_fullpay.core.warning import warn
@@ -62,6 +63,7 @@ def attend(
     given: Given | None = None,
     dropout: float = 0.0,
     hosted: Tensor | None = None,
+    past: RunningSum | None = None,
 ) -> Tensor:
     """Attention of one layer on the fast paths.
 
@@ -78,6 +80,8 @@ def attend(
         given: what this call brings besides, by the names in `plan.inputs`.
         dropout: probability with which a softmax weight is dropped; the floor is never dropped.
         hosted: (B, H, N, Dv), the softmax part where the plan leaves it to a host.
+        past: sums and numbers of all values that the floor of each query goes to, where the caller keeps them; they
+            may count keys that are not in `value` any more.
 
     Returns:
         (B, H, N, Dv) in the type of query. A query that sees no key gives zeros.
@@ -129,11 +133,11 @@ def attend(
     if isinstance(plan.payment, Mixture) and not (plan.payment.is_neutral and "budget" not in strengths):
         paid = allowed if plan.payment.pay == "visible" else visible
         budget = to_heads("budget", strengths.get("budget", plan.payment.budget), query)
-        counts = paid.counts().to(accumulate(query.dtype))
+        counts = (paid.counts() if past is None else past.count).to(accumulate(query.dtype))
         t = share(plan.payment.floor, budget, counts)
         if paid is not visible:
             t = t * (visible.counts() > 0)  # a query whose reach is empty gives zeros
-        output = blend(output, visible_mean(value, paid), t)
+        output = blend(output, visible_mean(value, paid) if past is None else past.mean, t)
     if plan.gate:
         output = gated(output, strengths["gate"])
     return output

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from hf_fullpay.core.warning import warn
 from hf_fullpay.hf.forward import BINDING, CARRIER, Layer, plan_of
 from hf_fullpay.hf.hosts import check_host
+from hf_fullpay.hf.running import pass_past, takes_past
 from hf_fullpay.plan import PRESETS, AttentionPlan
 
 ADVICE = 'Load it with attn_implementation="sdpa" or "eager", or choose a model whose attention can be exchanged.'
@@ -60,7 +61,10 @@ def bind(model: PreTrainedModel) -> None:
     for (path, module), index in zip(unbound, indices, strict=True):
         _refuse_needs(label, path, module, plans[index])
         _check_heads(label, module, model.config, plans[index])
-        setattr(module, BINDING, Layer(name, plans[index], index, total, label, plan.host, warned))
+        layer = Layer(name, plans[index], index, total, label, plan.host, warned)
+        setattr(module, BINDING, layer)
+        if takes_past(module, layer.plan):
+            layer.hook = module.register_forward_pre_hook(pass_past, with_kwargs=True)
 
 
 def refuse_class(model: PreTrainedModel, name: str) -> None:
@@ -90,7 +94,9 @@ def _asks_registry(kind: Any) -> bool:
 def unbind(model: nn.Module) -> None:
     """Forget what modules were told; they are ordinary again."""
     for module in model.modules():
-        module.__dict__.pop(BINDING, None)
+        layer: Layer | None = module.__dict__.pop(BINDING, None)
+        if layer is not None and layer.hook is not None:
+            layer.hook.remove()
 
 
 def holds_strengths(module: nn.Module) -> bool:
