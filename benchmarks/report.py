@@ -16,6 +16,7 @@ from typing import Any
 
 from gpu_table import gpu
 from hf_fullpay import PRESETS, Blocks
+from hf_fullpay.backends import LACKS, lacks
 from plot import draw, is_stale, points
 
 ROOT = Path(__file__).parent.parent
@@ -71,6 +72,21 @@ def saved() -> str:
         for word in ("full", "causal")
     ]
     return table(["scores saved by `fullpay_block`", *(f"n = {n:,}" for n in lengths)], rows)
+
+
+def backends() -> str:
+    """What each backend is, serves and refuses."""
+    computed = {
+        "reference": "dense formulas, N x M memory", "torch": "PyTorch operations, linear memory",
+        "sdpa": "one `scaled_dot_product_attention` and a mean", "flex": "FlexAttention, compiled at the first call",
+        "triton": "the kernels of `fullpay_kernels`",
+    }  # fmt: skip
+    rows = []
+    for name, words in computed.items():
+        served = [f"`{preset}`" for preset, plan in PRESETS.items() if lacks(name, plan) is None]
+        every = len(served) == len(PRESETS)
+        rows.append([f"`{name}`", words, "all" if every else ", ".join(served), "; ".join(LACKS[name].values()) or "-"])
+    return table(["backend", "computes with", "presets", "refuses, because"], rows)
 
 
 def speed() -> str:
@@ -207,8 +223,8 @@ def _load(name: str) -> Any:
 
 
 TABLES = {
-    "presets": presets, "saved": saved, "speed": speed, "peers": peers, "growth": growth, "memory": memory, "demo": demo,
-    "gpu": gpu_page,
+    "backends": backends, "presets": presets, "saved": saved, "speed": speed, "peers": peers, "growth": growth,
+    "memory": memory, "demo": demo, "gpu": gpu_page,
 }  # fmt: skip
 
 if __name__ == "__main__":
