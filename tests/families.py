@@ -9,10 +9,20 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from hf_fullpay import Band, Blocks, Chunks
+
 VOCABULARY = 97
 TEXT = ("llama", "gpt2", "bert")
 FAMILIES = (*TEXT, "vit")
 CAUSAL = ("llama", "gpt2")
+SHORT = 4
+# Short enough to cut a sentence of nine tokens.
+SHORT_REACH = {Band: Band(SHORT), Blocks: Blocks(SHORT), Chunks: Chunks(SHORT, 1, exchange=0.3)}
+
+
+def shortened(reach: Any) -> Any:
+    """A reach cut to a few tokens; a full one as it is."""
+    return SHORT_REACH.get(type(reach), reach)
 
 
 @dataclass(frozen=True)

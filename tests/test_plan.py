@@ -11,7 +11,20 @@ import pytest
 import torch
 
 import hf_fullpay
-from hf_fullpay import PRESETS, AttentionPlan, Band, Bounded, Clamp, DynamicScale, Full, Mixture, Plain, Softmax
+from hf_fullpay import (
+    PRESETS,
+    AttentionPlan,
+    Band,
+    Blocks,
+    Bounded,
+    Chunks,
+    Clamp,
+    DynamicScale,
+    Full,
+    Mixture,
+    Plain,
+    Softmax,
+)
 from hf_fullpay.plan import ORDINARY, with_options
 
 NAN = float("nan")
@@ -89,6 +102,8 @@ def test_layers_that_the_model_does_not_have(layers):
         AttentionPlan(Full(), Bounded(bound=[1.0, math.inf], centre="median", temperature=0.5, slope="rescale"), Softmax()),
         AttentionPlan(Band(3), DynamicScale(alpha=(0.0, 1.0), max_scale=3.0), Clamp(floor=None, budget=[0.1, 0.2])),
         AttentionPlan(payment=Mixture(signed=True, budget=-0.2, learnable=True), layers={"0": "all", "1-": "vanilla"}),
+        AttentionPlan(Blocks(7), Bounded(centre="none"), Mixture(budget=[0.1, 0.2])),
+        AttentionPlan(Chunks(9, 2, exchange=[0.1, 0.2]), DynamicScale()),
         AttentionPlan(gate=True),
         AttentionPlan(scores=Bounded(bound=None), layers=[3, 1]),
     ],
@@ -110,7 +125,7 @@ def test_json_round_trip(plan):
         ({1: 2, "a": 3}, "the keys"),
         ({"payment": {"kind": ["mixture"]}}, "payment"),
         ({"reech": {}}, "reech"),
-        ({"reach": {"kind": "blocks"}}, "reach"),
+        ({"reach": {"kind": "rings"}}, "reach"),
         ({"reach": {"kind": "band", "sise": 3}}, "sise"),
         ({"reach": {"kind": "band", "size": 0}}, "size"),
         ({"payment": "mixture"}, "payment"),

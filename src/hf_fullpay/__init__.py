@@ -19,7 +19,7 @@ from hf_fullpay.hf.register import register, register_presets
 from hf_fullpay.hf.sliding import sliding_cache
 from hf_fullpay.payment import Clamp, Mixture, Softmax
 from hf_fullpay.plan import PRESETS, AttentionPlan
-from hf_fullpay.reach import Band, Full
+from hf_fullpay.reach import Band, Blocks, Chunks, Full
 from hf_fullpay.scores import Bounded, DelayBias, DynamicScale, Plain
 
 __all__ = [
@@ -27,7 +27,9 @@ __all__ = [
     "PRESETS",
     "AttentionPlan",
     "Band",
+    "Blocks",
     "Bounded",
+    "Chunks",
     "Clamp",
     "DelayBias",
     "DynamicScale",

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from families import inputs, randomise, tiny
-from hf_fullpay import MODELS, AttentionPlan, Band, Bounded, Clamp, DelayBias, DynamicScale, Mixture
+from hf_fullpay import MODELS, AttentionPlan, Band, Blocks, Bounded, Chunks, Clamp, DelayBias, DynamicScale, Mixture
 from hf_fullpay.hf.models import stock_of
 from hf_fullpay.hf.strengths import Strengths
 
@@ -19,6 +19,8 @@ LEARNABLE = {
     "budget per head": AttentionPlan(payment=Mixture(floor=None, budget=[0.1, 0.2, 0.3, 0.4], learnable=True)),
     "alpha": AttentionPlan(scores=DynamicScale(alpha=0.5), payment=Mixture(budget=0.1)),
     "beta": AttentionPlan(scores=DelayBias(beta=0.3), payment=Mixture(budget=0.1)),
+    "exchange": AttentionPlan(Chunks(4, 1, exchange=0.3)),
+    "budget of relays": AttentionPlan(Blocks(4), payment=Mixture(floor=None, budget=0.2, learnable=True)),
     "gate": AttentionPlan(scores=Bounded(bound=1.0), gate=True),
     "all": AttentionPlan(Band(4), DynamicScale(), Mixture(floor=None, budget=0.2, learnable=True), gate=True),
 }

@@ -1,4 +1,4 @@
-"""Presets on tiny models, with a band short enough to cut a sentence of nine tokens."""
+"""Presets on tiny models, with a reach short enough to cut a sentence of nine tokens."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
-from families import CAUSAL, FAMILIES, build
-from hf_fullpay import PRESETS, AttentionPlan, Band, Mixture
+from families import CAUSAL, FAMILIES, build, shortened
+from hf_fullpay import PRESETS, AttentionPlan, Mixture
 from hf_fullpay.hf.bind import layers_of
 from hf_fullpay.hf.forward import CARRIER
 
-SHORT = 4
 NEUTRAL = AttentionPlan(payment=Mixture(budget=0.0))
 EVERYWHERE = [(family, name) for family in FAMILIES for name in PRESETS]
 ON_CAUSAL = [(family, name) for family in CAUSAL for name in PRESETS]
@@ -23,13 +22,12 @@ ON_TEXT = [(family, name) for family, name in EVERYWHERE if family != "vit"]
 
 
 def short(name: str) -> AttentionPlan:
-    """The plan of a preset, its band cut to SHORT tokens."""
-    plan = PRESETS[name]
-    return replace(plan, reach=Band(SHORT)) if isinstance(plan.reach, Band) else plan
+    """The plan of a preset, its reach cut to SHORT tokens."""
+    return replace(PRESETS[name], reach=shortened(PRESETS[name].reach))
 
 
 def load(family: str, attention: str | AttentionPlan, *, head: bool = False, **changes: Any) -> PreTrainedModel:
-    """A peaky model under a preset (with its band cut short) or under any plan, which a stock config can carry too."""
+    """A peaky model under a preset (with its reach cut short) or under any plan, which a stock config can carry too."""
     plan = short(attention) if isinstance(attention, str) else attention
     if attention in PRESETS and plan == PRESETS[attention]:
         return build(family, attention, head=head, **changes)

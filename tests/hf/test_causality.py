@@ -5,10 +5,10 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from families import CAUSAL, build, inputs, tiny
-from hf_fullpay import PRESETS, AttentionPlan, Band, DelayBias, FullPayWarning, Mixture
+from families import CAUSAL, SHORT, build, inputs, tiny
+from hf_fullpay import PRESETS, AttentionPlan, Band, DelayBias, Full, FullPayWarning, Mixture
 from hf_fullpay.payment.mixture import Budget
-from small import ON_CAUSAL, SHORT, load, short, states
+from small import ON_CAUSAL, load, short, states
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_fullpay.FullPayWarning")
 N = 9
@@ -114,14 +114,15 @@ def test_a_decoder_as_encoder(family, name, way, pad):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_permuting_tokens_without_positions(name):
-    """An encoder without positions knows no order, unless its reach is a band or its scores count distances."""
+    """An encoder without positions knows no order, unless its reach does or its scores count distances."""
     model, given = load("bert", name), inputs("bert")
     with torch.no_grad():
         model.embeddings.position_embeddings.weight.zero_()
     order = torch.tensor([3, 0, 8, 1, 7, 2, 6, 4, 5])
     plain, permuted = states(model, **given), states(model, input_ids=given["input_ids"][:, order])
     error = (permuted - plain[:, order]).abs().max()
-    assert error > 1e-2 if is_band(name) or isinstance(PRESETS[name].scores, DelayBias) else error < 1e-5
+    blind = isinstance(PRESETS[name].reach, Full) and not isinstance(PRESETS[name].scores, DelayBias)
+    assert error < 1e-5 if blind else error > 1e-2
 
 
 class Stub(nn.Module):

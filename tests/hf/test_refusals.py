@@ -6,12 +6,12 @@ import transformers as t
 
 import zoo
 from families import build, inputs, tiny
-from hf_fullpay import PRESETS, AttentionPlan, Band, Bounded, Mixture, convert
+from hf_fullpay import PRESETS, AttentionPlan, Bounded, Mixture, convert
 from hf_fullpay.hf.forward import CARRIER
 from small import NEUTRAL, load, plans, states
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_fullpay.FullPayWarning")
-BANDS = [name for name, plan in PRESETS.items() if isinstance(plan.reach, Band)]
+LOCAL = [name for name, plan in PRESETS.items() if plan.reach.misfit(cross=True, causal=True, image=False)]
 TO_DO = r"attn_implementation=|Use a plan|Load "
 
 
@@ -58,12 +58,12 @@ def with_cross_attention(attention, name):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "bart", "whisper"])
-@pytest.mark.parametrize("attention", BANDS)
-def test_a_band_has_no_meaning_in_cross_attention(name, attention):
-    with pytest.raises(ValueError, match=r"band has no meaning in cross-attention.*reach=Full\(\)"):
+@pytest.mark.parametrize("attention", LOCAL)
+def test_a_local_reach_has_no_meaning_in_cross_attention(name, attention):
+    with pytest.raises(ValueError, match=r"no meaning in cross-attention.*reach=Full\(\)"):
         with_cross_attention(attention, name)
     model = with_cross_attention("sdpa", name)
-    with pytest.raises(ValueError, match="band has no meaning"):
+    with pytest.raises(ValueError, match="no meaning in cross-attention"):
         model.set_attn_implementation(attention)
     assert model.config._attn_implementation == "sdpa"
 

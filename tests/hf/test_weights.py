@@ -4,10 +4,10 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from families import FAMILIES, build, inputs
+from families import FAMILIES, SHORT, build, inputs
 from hf_fullpay import PRESETS, AttentionPlan, Band, Bounded, Mixture
 from hf_fullpay.payment.mixture import Budget
-from small import EVERYWHERE, ON_CAUSAL, SHORT, load, short, states
+from small import EVERYWHERE, ON_CAUSAL, load, short, states
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_fullpay.FullPayWarning")
 

@@ -6,12 +6,13 @@ from transformers import EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 import zoo
+from families import SHORT
 from hf_fullpay import PRESETS, AttentionPlan, Band, Clamp, DynamicScale, Mixture
 from hf_fullpay.hf.bind import layers_of
-from small import NEUTRAL, SHORT, plans, states
+from small import NEUTRAL, plans, states
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_fullpay.FullPayWarning")
-FULL = [name for name, plan in PRESETS.items() if not isinstance(plan.reach, Band)]
+FULL = [name for name, plan in PRESETS.items() if not plan.reach.misfit(cross=True, causal=True, image=False)]
 TEXTS = [name for name, (kind, *_) in zoo.ROUTING.items() if kind in ("text", "causal")]
 CROSSED = [name for name, (kind, *_) in zoo.ROUTING.items() if kind in ("pair", "speech")]
 

@@ -173,7 +173,7 @@ def _check_heads(label: str, module: nn.Module, config: Any, plan: AttentionPlan
     # An encoder-decoder may have another number of heads in each stack: its modules know.
     owners = ((module, "num_heads"), (module, "num_attention_heads"), (config, "num_attention_heads"))
     heads = next((found for owner, name in owners if isinstance(found := getattr(owner, name, None), int)), None)
-    for part in (plan.scores, plan.payment):
+    for part in (plan.reach, plan.scores, plan.payment):
         for option, value in vars(part).items():
             per_head = isinstance(value, tuple) and option not in plan.inputs
             if heads is not None and per_head and len(value) != heads:

@@ -6,6 +6,7 @@ offset, zero at the start, from what the plan configures:
     budget_h = budget_max * sigmoid(logit(budget / budget_max) + budget_bias_h)
     alpha_h  = alpha + alpha_bias_h
     beta_h   = softplus(softplus^-1(beta) + beta_bias_h)
+    exchange_h = sigmoid(logit(exchange) + exchange_bias_h)
     gate     = OPEN + gate_bias + gate_bias_slope . x
 
 so a parameter that a checkpoint lacks is initialised rightly by zeros, and the word "bias" in the names keeps
@@ -22,11 +23,12 @@ from torch import Tensor, nn
 from hf_fullpay.payment.gate import OPEN
 from hf_fullpay.payment.mixture import Budget
 from hf_fullpay.plan import AttentionPlan
+from hf_fullpay.reach import Chunks
 from hf_fullpay.scores import DelayBias, DynamicScale
 
 
 class Strengths(nn.Module):
-    """Learned budget, alpha, beta and gate of one layer, whichever its plan makes learnable.
+    """Learned budget, alpha, beta, exchange and gate of one layer, whichever its plan makes learnable.
 
     Args:
         plan: the plan of the layer.
@@ -43,12 +45,14 @@ class Strengths(nn.Module):
             self.alpha_bias = nn.Parameter(torch.zeros(heads, dtype=torch.float32))
         if isinstance(plan.scores, DelayBias) and plan.scores.learnable:
             self.beta_bias = nn.Parameter(torch.zeros(heads, dtype=torch.float32))
+        if isinstance(plan.reach, Chunks) and plan.reach.learnable:
+            self.exchange_bias = nn.Parameter(torch.zeros(heads, dtype=torch.float32))
         if plan.gate:
             self.gate_bias = nn.Parameter(torch.zeros(heads, dtype=torch.float32))
             self.gate_bias_slope = nn.Parameter(torch.zeros(heads, hidden, dtype=torch.float32))
 
     def forward(self, hidden_states: Tensor | None = None) -> dict[str, Tensor]:
-        """The numbers by name: "budget", "alpha" and "beta" of shape (H,), "gate" logits of shape (B, H, N, 1).
+        """The numbers by name: "budget", "alpha", "beta" and "exchange" of shape (H,), "gate" logits of shape (B, H, N, 1).
 
         Args:
             hidden_states: input of the attention layer, (B, N, hidden); needed for a gate only.
@@ -68,6 +72,9 @@ class Strengths(nn.Module):
         if (bias := self._offset("beta_bias")) is not None:
             start = self._like(self.plan.scores.beta, bias)  # type: ignore[union-attr]
             found["beta"] = nn.functional.softplus(start + torch.log(-torch.expm1(-start)) + bias)
+        if (bias := self._offset("exchange_bias")) is not None:
+            reach: Any = self.plan.reach
+            found["exchange"] = torch.sigmoid(torch.logit(self._like(reach.exchange, bias)) + bias)
         if (bias := self._offset("gate_bias")) is not None:
             if hidden_states is None:
                 raise RuntimeError("output gate: expected the input of the attention layer, got none.")

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from hf_fullpay.core.errors import check_flag, check_number, wrong
 from hf_fullpay.core.numbers import PerHead, freeze, largest, smallest
+from hf_fullpay.core.places import query_slots
 from hf_fullpay.core.visible import Visible
 
 
@@ -113,7 +114,7 @@ def clocks(
     """
     given = given or {}
     n_keys, device = allowed.n_keys, query.device
-    slots = query_slots(allowed)
+    slots = query_slots(allowed).amax(1)[..., 0].clamp_min(0)  # one for all heads
     times, delays = (_tensor(name, given.get(name), getattr(options, name), device) for name in options.inputs)
     if times is None:
         key_times = torch.arange(n_keys, device=device, dtype=torch.float32)[None]
@@ -127,30 +128,6 @@ def clocks(
         _check_given("delays", delays, (query.shape[0], n_keys, n_keys), 3)
         delays = delays if allowed.n_queries == n_keys else _rows(delays, slots)
     return query_times, key_times, delays
-
-
-def query_slots(allowed: Visible) -> Tensor:
-    """Slot of each query among the keys, (B or 1, N): its own where there are as many, else the last key that it sees.
-
-    Raises:
-        ValueError: where neither the number nor a causal mask places the queries.
-    """
-    n, m, device = allowed.n_queries, allowed.n_keys, allowed.device
-    if n == m:
-        return torch.arange(n, device=device)[None]
-    if allowed.offset is not None:
-        return (torch.arange(n, device=device) + allowed.offset).clamp(0, m - 1)[None]
-    if allowed.dense is None and n > 1:
-        raise ValueError(
-            f"delay bias: expected as many queries as keys, or a causal mask that places them, got {n} queries and {m} "
-            "keys without one. A delay has no meaning in cross-attention."
-        )
-    places = torch.arange(m, device=device)
-    if allowed.dense is not None:
-        return torch.where(allowed.to_dense(), places, 0).amax((1, 3))
-    if allowed.keys is not None:
-        return torch.where(allowed.keys, places, 0).amax(1, keepdim=True)
-    return torch.full((1, 1), m - 1, device=device)
 
 
 def _tensor(name: str, given: Tensor | None, planned: Any, device: torch.device) -> Tensor | None:

@@ -1,9 +1,9 @@
 """Other ways past N x N, to compare with: linear attention (FAVOR+) and top-k attention, as named attention functions.
 
-    python recipes/peers.py --list                       what there is
-    python recipes/peers.py                              error against softmax attention, by number of features and keys
+    python recipes/peer_attentions.py --list      what there is
+    python recipes/peer_attentions.py             error against softmax attention, by number of features and keys
 
-    import peers; peers.register()                       then attn_implementation="peer_linear" or "peer_topk"
+    import peer_attentions; peer_attentions.register()      then attn_implementation="peer_linear" or "peer_topk"
 
 They are peers for tables, small and plain, and no part of the package: no fused kernels, no decoding in pieces, and no
 promise about weights. Both see what the model's mask allows.

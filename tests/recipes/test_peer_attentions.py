@@ -8,14 +8,14 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-import peers
+import peer_attentions
 from families import build, inputs
 
 
 @pytest.fixture
 def names():
-    yield peers.register()
-    for peer in peers.PEERS:
+    yield peer_attentions.register()
+    for peer in peer_attentions.PEERS:
         AttentionInterface._global_mapping.pop(peer.name)
         AttentionMaskInterface._global_mapping.pop(peer.name)
 
@@ -33,7 +33,9 @@ def test_the_approximation_error_falls_with_more_features(causal):
 
     def error(features):
         runs = [
-            peers.linear_attention(query, key, value, scaling=0.25, causal=causal, features=features, seed=seed)
+            peer_attentions.linear_attention(
+                query, key, value, scaling=0.25, causal=causal, features=features, seed=seed
+            )
             for seed in range(4)
         ]
         return torch.stack([(run - truth).norm() for run in runs]).mean()
@@ -45,7 +47,7 @@ def test_the_approximation_error_falls_with_more_features(causal):
 
 
 def test_features_are_orthogonal():
-    directions = peers.orthogonal_features(20, 8)
+    directions = peer_attentions.orthogonal_features(20, 8)
     assert directions.shape == (20, 8)
     for start in (0, 8, 16):
         block = F.normalize(directions[start : start + 8], dim=1)
@@ -55,22 +57,22 @@ def test_features_are_orthogonal():
 @pytest.mark.parametrize("n", [5, 64, 130])
 def test_linear_sees_no_future_and_no_pads(n):
     query, key, value = (t.requires_grad_() for t in tensors(n))
-    output = peers.linear_attention(query, key, value, scaling=0.25, causal=True)
+    output = peer_attentions.linear_attention(query, key, value, scaling=0.25, causal=True)
     (gradient,) = torch.autograd.grad(output[:, :, n // 2].sum(), value)
     assert not gradient[:, :, n // 2 + 1 :].any()
     keys = torch.ones(2, n, dtype=torch.bool)
     keys[0, :2] = False
-    whole = peers.linear_attention(query, key, value, scaling=0.25, keys=keys)
+    whole = peer_attentions.linear_attention(query, key, value, scaling=0.25, keys=keys)
     loud = value.detach().clone()
     loud[0, :, :2] = 1e4
-    torch.testing.assert_close(peers.linear_attention(query, key, loud, scaling=0.25, keys=keys), whole)
+    torch.testing.assert_close(peer_attentions.linear_attention(query, key, loud, scaling=0.25, keys=keys), whole)
 
 
 def test_topk_is_softmax_over_its_keys():
     query, key, value = tensors(20)
-    everything = peers.topk_attention(query, key, value, scaling=0.25, count=20)
+    everything = peer_attentions.topk_attention(query, key, value, scaling=0.25, count=20)
     torch.testing.assert_close(everything, F.scaled_dot_product_attention(query, key, value))
-    weights = peers.topk_attention(query, key, torch.eye(20).expand(2, 2, 20, 20), scaling=0.25, count=3)
+    weights = peer_attentions.topk_attention(query, key, torch.eye(20).expand(2, 2, 20, 20), scaling=0.25, count=3)
     assert ((weights > 0).sum(-1) == 3).all()
     torch.testing.assert_close(weights.sum(-1), torch.ones(2, 2, 20))
 
@@ -100,7 +102,7 @@ def test_linear_by_name_keeps_to_its_mask(names):
 
 
 def test_command_line(capsys):
-    assert peers.main(["--list"]) == 0
+    assert peer_attentions.main(["--list"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["peer_linear", "peer_topk"]
-    assert peers.main(["--tokens", "64"]) == 0
+    assert peer_attentions.main(["--tokens", "64"]) == 0
     assert "linear" in capsys.readouterr().out
