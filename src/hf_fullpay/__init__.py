@@ -16,7 +16,7 @@ from hf_fullpay.hf.models import CONFIGS, MODELS, register_models
 from hf_fullpay.hf.register import register, register_presets
 from hf_fullpay.payment import Clamp, Mixture, Softmax
 from hf_fullpay.plan import PRESETS, AttentionPlan
-from hf_fullpay.reach import Band, Full
+from hf_fullpay.reach import Band, Full, WindowGlobal, Windows
 from hf_fullpay.scores import Bounded, DynamicScale, Plain
 
 __all__ = [
@@ -31,6 +31,8 @@ __all__ = [
     "Mixture",
     "Plain",
     "Softmax",
+    "WindowGlobal",
+    "Windows",
     "attention",
     "convert",
     "register",

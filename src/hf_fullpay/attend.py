@@ -8,7 +8,8 @@ Dimensions: B batch, H query heads, G key/value heads (G divides H), N queries, 
     bounded               tiles            tiles + mean              tiles
 
 host is torch's scaled_dot_product_attention (chunked for a band), tiles recomputes scores in tiles of rows, mean is the
-mean of visible values, linear in N. Asked for weights, the dense reference answers.
+mean of visible values, linear in N. Windows are cut into pieces first, and each piece goes that way (where the model
+itself brings a mask or a bias of pairs, the reach joins that mask instead). Asked for weights, the dense reference answers.
 """
 
 from __future__ import annotations
@@ -25,21 +26,25 @@ from hf_fullpay.core.numbers import accumulate, to_heads
 from hf_fullpay.core.shapes import check_shapes, split_mask
 from hf_fullpay.core.visible import Visible
 from hf_fullpay.core.warning import FullPayWarning
+from hf_fullpay.fast.cut import Cut, Piece, whole
+from hf_fullpay.fast.grid import Grid, grid_cut
 from hf_fullpay.fast.host import host_attention
 from hf_fullpay.fast.mean import blend, visible_mean
+from hf_fullpay.fast.sliding import sliding_cut
 from hf_fullpay.fast.tiles import tiled_attention
 from hf_fullpay.payment import Clamp, Mixture
 from hf_fullpay.payment.clamp import floor_of
 from hf_fullpay.payment.gate import gated
 from hf_fullpay.payment.mixture import Budget, share
 from hf_fullpay.plan import AttentionPlan, resolve
+from hf_fullpay.reach import Full, Reach, WindowGlobal, Windows, restricted
 from hf_fullpay.reference import reference_attention
 from hf_fullpay.scores import Bounded, DynamicScale
 from hf_fullpay.scores.bounded import width_and_amplitude
 from hf_fullpay.scores.dynamic_scale import dynamic_gain
 
 Strengths = Mapping[str, Tensor]
-Given = Mapping[str, Tensor]
+Given = Mapping[str, Any]
 
 
 def attend(
@@ -74,7 +79,6 @@ def attend(
         (B, H, N, Dv) in the type of query. A query that sees no key gives zeros.
     """
     strengths = strengths or {}
-    visible = plan.reach.restrict(allowed)
 
     if isinstance(plan.scores, DynamicScale):
         gain = dynamic_gain(
@@ -84,22 +88,54 @@ def attend(
             query = (query.to(accumulate(query.dtype)) * gain).to(query.dtype)
             bias = bias * gain if bias is not None else None
 
-    if isinstance(plan.scores, Bounded) or isinstance(plan.payment, Clamp):
-        output = _tiled(query, key, value, plan, visible, scaling, bias, strengths, dropout)
-    else:
-        output = host_attention(query, key, value, visible=visible, scaling=scaling, bias=bias, dropout=dropout)
+    cut = _cut(query, key, value, plan.reach, allowed, given, bias is not None)
+    output = cut.join([_attend(piece, plan, scaling, bias, strengths, dropout) for piece in cut.pieces])
 
     if isinstance(plan.payment, Mixture) and not (plan.payment.is_neutral and "budget" not in strengths):
-        paid = allowed if plan.payment.pay == "visible" else visible
         budget = to_heads("budget", strengths.get("budget", plan.payment.budget), query)
-        counts = paid.counts().to(accumulate(query.dtype))
-        t = share(plan.payment.floor, budget, counts)
-        if paid is not visible:
-            t = t * (visible.counts() > 0)  # a query whose reach is empty gives zeros
-        output = blend(output, visible_mean(value, paid), t)
+        everyone = plan.payment.pay == "visible" or isinstance(plan.reach, Full)
+        seen = None if isinstance(plan.reach, Full) else cut.join([piece.visible.counts() for piece in cut.pieces])
+        if everyone or seen is None:
+            counts, mean = allowed.counts(), visible_mean(value, allowed)
+        else:
+            counts, mean = seen, cut.join([visible_mean(piece.value, piece.visible) for piece in cut.pieces])
+        t = share(plan.payment.floor, budget, counts.to(accumulate(query.dtype)))
+        if everyone and seen is not None:
+            t = t * (seen > 0)  # a query whose reach is empty gives zeros
+        output = blend(output, mean, t)
     if plan.gate:
         output = gated(output, strengths["gate"])
     return output
+
+
+def _cut(
+    query: Tensor, key: Tensor, value: Tensor, reach: Reach, allowed: Visible, given: Given | None, biased: bool
+) -> Cut:
+    """Pieces of a local reach. A mask or a bias of pairs has the size of all pairs anyway: then nothing is cut."""
+    if allowed.dense is None and not biased and allowed.n_queries > 1:
+        if isinstance(reach, WindowGlobal):
+            named = reach.named(allowed, given, query.shape[0])
+            if allowed.offset is not None or allowed.n_queries == allowed.n_keys:
+                return sliding_cut(
+                    query, key, value, allowed=allowed, half=reach.half, tokens=reach.tokens, named=named,
+                    random_blocks=reach.random_blocks, seed=reach.seed,
+                )  # fmt: skip
+        if isinstance(reach, Windows):
+            layout = reach.layout(allowed, given)
+            axes = layout.rows, layout.columns
+            grid = Grid(*(tuple(getattr(axis, name) for axis in axes) for name in ("length", "size", "shift")))
+            return grid_cut(query, key, value, allowed=allowed, grid=grid, others=layout.others)
+    return whole(query, key, value, restricted(reach, allowed, given, query))
+
+
+def _attend(
+    piece: Piece, plan: AttentionPlan, scaling: float, bias: Tensor | None, strengths: Strengths, dropout: float
+) -> Tensor:
+    """Softmax or clamped weights over what the queries of a piece see."""
+    query, key, value, visible = piece.query, piece.key, piece.value, piece.visible
+    if isinstance(plan.scores, Bounded) or isinstance(plan.payment, Clamp):
+        return _tiled(query, key, value, plan, visible, scaling, bias, strengths, dropout)
+    return host_attention(query, key, value, visible=visible, scaling=scaling, bias=bias, dropout=dropout)
 
 
 def _tiled(

@@ -16,7 +16,7 @@ from typing import Any
 from hf_fullpay.core.errors import check_count, check_flag, wrong
 from hf_fullpay.core.numbers import from_json, to_json
 from hf_fullpay.payment import Clamp, Mixture, Payment, Softmax
-from hf_fullpay.reach import Band, Full, Reach
+from hf_fullpay.reach import Band, Full, Reach, WindowGlobal, Windows
 from hf_fullpay.scores import Bounded, DynamicScale, Plain, Scores
 
 VERSION = 1
@@ -26,7 +26,7 @@ LENGTHS = (128, 512, 2048)  # at which cards and reports state promises
 Layers = str | tuple[int, ...] | tuple[tuple[str, str], ...]  # a table is kept as pairs: hashable, fit for pickling
 
 _KINDS: dict[str, dict[str, Any]] = {
-    "reach": {kind.kind: kind for kind in (Full, Band)},
+    "reach": {kind.kind: kind for kind in (Full, Band, WindowGlobal, Windows)},
     "scores": {kind.kind: kind for kind in (Plain, Bounded, DynamicScale)},
     "payment": {kind.kind: kind for kind in (Softmax, Mixture, Clamp)},
 }
@@ -38,7 +38,7 @@ class AttentionPlan:
     """How the layers of a model pay attention.
 
     Args:
-        reach: which keys a query sees: Full or Band.
+        reach: which keys a query sees: Full, Band, WindowGlobal or Windows.
         scores: how logits are made: Plain, Bounded or DynamicScale.
         payment: how weights are made from logits: Softmax, Mixture or Clamp.
         gate: a learned output gate per head (needs `convert`).
@@ -153,14 +153,14 @@ class AttentionPlan:
             found.append(
                 f"scores are multiplied by a gain between 0 and {self.scores.max_scale:g}; their order is kept"
             )
-        if isinstance(self.reach, Band):
+        if not isinstance(self.reach, Full):
             paid_outside = isinstance(self.payment, Mixture) and self.payment.pay == "visible"
             outside = (
                 "only the floor comes from outside"
                 if paid_outside
                 else "nothing comes from outside, in values and gradients"
             )
-            found.append(f"the softmax sees a token and the {self.reach.size - 1} before it; {outside}")
+            found.append(f"the softmax sees {self.reach.sees}; {outside}")
         return found
 
     def describe(self) -> str:
@@ -262,6 +262,8 @@ _presets: dict[str, AttentionPlan] = {
     ),
     "dynamic_scale": AttentionPlan(scores=DynamicScale(max_scale=2.0)),
     "band_causal": AttentionPlan(reach=Band(128)),
+    "window_global": AttentionPlan(reach=WindowGlobal(size=256)),
+    "shifted_window": AttentionPlan(reach=Windows(size=7)),
 }
 PRESETS: Mapping[str, AttentionPlan] = MappingProxyType(_presets)
 BUILT_IN = frozenset(_presets)  # the names that every installation knows

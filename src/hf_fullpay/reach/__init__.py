@@ -1,7 +1,22 @@
 """Reach: which keys a query sees."""
 
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from hf_fullpay.core.visible import Visible
 from hf_fullpay.reach.band import Band
 from hf_fullpay.reach.full import Full
+from hf_fullpay.reach.window_global import WindowGlobal
+from hf_fullpay.reach.windows import Windows
 
-Reach = Full | Band
-__all__ = ["Band", "Full", "Reach"]
+Reach = Full | Band | WindowGlobal | Windows
+__all__ = ["Band", "Full", "Reach", "WindowGlobal", "Windows", "restricted"]
+
+
+def restricted(reach: Reach, allowed: Visible, given: Mapping[str, Any] | None, query: Tensor) -> Visible:
+    """Keys within reach, out of those that the mask allows, whatever a reach reads besides."""
+    if isinstance(reach, WindowGlobal | Windows):
+        return reach.restrict(allowed, given, query.shape[0])
+    return reach.restrict(allowed)
