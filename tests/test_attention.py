@@ -12,7 +12,19 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hf_fullpay import PRESETS, AttentionPlan, Band, Bounded, Clamp, DynamicScale, FullPayWarning, Mixture, attention
+from hf_fullpay import (
+    PRESETS,
+    AttentionPlan,
+    Band,
+    Bounded,
+    Clamp,
+    DynamicScale,
+    Full,
+    FullPayWarning,
+    Mixture,
+    WindowGlobal,
+    attention,
+)
 from hf_fullpay.attend import visible_of
 from hf_fullpay.payment.mixture import Budget
 
@@ -20,7 +32,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::hf_fullpay.FullPayWarning")
 
 # Presets with a small band and strong settings, so that what they do shows on a few tokens; and options of no preset.
 PLANS = {
-    **{name: replace(plan, reach=Band(4)) if isinstance(plan.reach, Band) else plan for name, plan in PRESETS.items()},
+    **{
+        name: plan if isinstance(plan.reach, Full) else replace(plan, reach=replace(plan.reach, size=4))
+        for name, plan in PRESETS.items()
+        if not plan.reach.misfit(cross=False, causal=True, image=False)
+    },
     "strong floor": AttentionPlan(payment=Mixture(floor=0.05, budget=(0.3, 0.1, 0.9, 0.0))),
     "no floor": AttentionPlan(payment=Mixture(floor=None, budget=0.4)),
     "pay reach": AttentionPlan(reach=Band(3), payment=Mixture(floor=None, budget=0.4, pay="reach")),
@@ -30,6 +46,10 @@ PLANS = {
     "sharpen": AttentionPlan(scores=Bounded(bound=1.0, slope="sharpen", temperature=0.5)),
     "rescale": AttentionPlan(scores=Bounded(bound=3.0, slope="rescale", temperature=1.0)),
     "gain": AttentionPlan(scores=DynamicScale(alpha=(1.0, -1.0, 0.0, 2.0)), payment=Mixture(budget=0.2)),
+    "window pays reach": AttentionPlan(WindowGlobal(3), payment=Mixture(floor=None, budget=0.4, pay="reach")),
+    "window of blocks": AttentionPlan(
+        WindowGlobal(4, random_blocks=2), Bounded(bound=1.0), Clamp(floor=None, budget=0.3)
+    ),
     "all at once": AttentionPlan(Band(5), Bounded(bound=1.0), Clamp(floor=None, budget=0.3)),
 }
 MASKS = (
@@ -93,8 +113,8 @@ def seen(plan, kind, n, m, query):
 
 
 def applies(plan, kind, n, m):
-    """A band places queries by causality or their last key; without either they must be one, or as many as the keys."""
-    return not isinstance(plan.reach, Band) or n in (1, m) or kind not in ("none", "left", "right")
+    """A window places queries by causality or their last key; without either they must be one, or as many as the keys."""
+    return isinstance(plan.reach, Full) or n in (1, m) or kind not in ("none", "left", "right")
 
 
 CASES = pytest.mark.parametrize(("name", "kind"), [(name, kind) for name in PLANS for kind in MASKS])
@@ -105,7 +125,7 @@ CASES = pytest.mark.parametrize(("name", "kind"), [(name, kind) for name in PLAN
 def test_fast_equals_reference(name, kind, n, m):
     plan = PLANS[name]
     if not applies(plan, kind, n, m):
-        with pytest.raises(ValueError, match="band"):
+        with pytest.raises(ValueError, match="band|window"):
             attention(*tensors(n, m), plan=plan, **mask(kind, n, m))
         return
     leaves = [t.requires_grad_() for t in tensors(n, m)]

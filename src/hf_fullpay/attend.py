@@ -30,7 +30,7 @@ from hf_fullpay.fast.cut import Cut, Piece, whole
 from hf_fullpay.fast.grid import Grid, grid_cut
 from hf_fullpay.fast.host import host_attention
 from hf_fullpay.fast.mean import blend, visible_mean
-from hf_fullpay.fast.sliding import sliding_cut
+from hf_fullpay.fast.sliding import sliding_cut, step_cut
 from hf_fullpay.fast.tiles import tiled_attention
 from hf_fullpay.payment import Clamp, Mixture
 from hf_fullpay.payment.clamp import floor_of
@@ -112,10 +112,13 @@ def _cut(
     query: Tensor, key: Tensor, value: Tensor, reach: Reach, allowed: Visible, given: Given | None, biased: bool
 ) -> Cut:
     """Pieces of a local reach. A mask or a bias of pairs has the size of all pairs anyway: then nothing is cut."""
-    if allowed.dense is None and not biased and allowed.n_queries > 1:
+    if allowed.dense is None and not biased:
         if isinstance(reach, WindowGlobal):
             named = reach.named(allowed, given, query.shape[0])
-            if allowed.offset is not None or allowed.n_queries == allowed.n_keys:
+            if allowed.n_queries == 1 and named is None and not reach.random_blocks:
+                if cut := step_cut(query, key, value, allowed=allowed, half=reach.half, tokens=reach.tokens):
+                    return cut
+            elif allowed.n_queries > 1 and (allowed.offset is not None or allowed.n_queries == allowed.n_keys):
                 return sliding_cut(
                     query, key, value, allowed=allowed, half=reach.half, tokens=reach.tokens, named=named,
                     random_blocks=reach.random_blocks, seed=reach.seed,

@@ -13,7 +13,11 @@ from small import EVERYWHERE, load, states
 pytestmark = pytest.mark.filterwarnings("ignore::hf_fullpay.FullPayWarning")
 LENGTHS = (7, 9, 33)
 # Tracing takes seconds: every preset in one decoder and one encoder, and two that use most of the code in the others.
-TRACED = [(f, n) for f, n in EVERYWHERE if f in ("llama", "bert") or n in ("fullpay_band", "bounded_fullpay", "shifted_window")]
+TRACED = [
+    (f, n)
+    for f, n in EVERYWHERE
+    if f in ("llama", "bert") or n in ("fullpay_band", "bounded_fullpay", "shifted_window")
+]
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from families import TEXT, inputs
-from hf_fullpay import PRESETS
 from small import ON_TEXT, load, on, states
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_fullpay.FullPayWarning")

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from families import CAUSAL, build, inputs
-from hf_fullpay import PRESETS
 from small import EVERYWHERE, NEUTRAL, ON_CAUSAL, load, on, states
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_fullpay.FullPayWarning")

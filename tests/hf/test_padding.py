@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from families import CAUSAL, TEXT, build, inputs
-from hf_fullpay import PRESETS, Band
+from hf_fullpay import Band
 from small import EVERYWHERE, ON_TEXT, load, short, states, watched
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_fullpay.FullPayWarning")

@@ -8,7 +8,7 @@ from transformers import Trainer, TrainingArguments
 
 from converted import LEARNABLE, equal, learn, learned
 from families import FAMILIES, VOCABULARY, build, inputs
-from hf_fullpay import PRESETS, AttentionPlan, Mixture, convert
+from hf_fullpay import AttentionPlan, Mixture, convert
 from hf_fullpay.hf.strengths import no_decay_parameters
 from small import on, states
 

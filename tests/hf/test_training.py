@@ -8,7 +8,7 @@ from transformers import AttentionInterface
 
 from converted import LEARNABLE, learned
 from families import FAMILIES, build, inputs
-from hf_fullpay import PRESETS, AttentionPlan, Mixture, convert
+from hf_fullpay import AttentionPlan, Mixture, convert
 from hf_fullpay.hf.strengths import Strengths
 from hf_fullpay.payment.mixture import Budget
 from small import EVERYWHERE, load, on, short, states, watched

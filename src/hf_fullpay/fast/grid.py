@@ -32,7 +32,9 @@ class Grid:
     def windows(self, patches: Tensor) -> Tensor:
         """(B, G, rows * columns, D) -> (B * P, G, S, D). Shifted, the last windows hold what is left at both edges."""
         (rows, columns), (high, wide) = self.counts, self.window
-        fill = [count * size - length for count, size, length in zip(self.counts, self.window, self.patches, strict=True)]
+        fill = [
+            count * size - length for count, size, length in zip(self.counts, self.window, self.patches, strict=True)
+        ]
         grid = F.pad(patches.unflatten(2, self.patches), (0, 0, 0, fill[1], 0, fill[0]))
         grid = grid.roll((-self.shift[0], -self.shift[1]), (2, 3)) if any(self.shift) else grid
         grid = grid.unflatten(3, (columns, wide)).unflatten(2, (rows, high))

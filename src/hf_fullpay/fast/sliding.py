@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_fullpay.core.draws import drawn_blocks
 from hf_fullpay.core.visible import Visible
-from hf_fullpay.fast.cut import Cut, Piece, spread, take
+from hf_fullpay.fast.cut import Cut, Piece, spread, take, whole
 
 
 def sliding_cut(
@@ -45,6 +45,8 @@ def sliding_cut(
     """
     if allowed.dense is not None or allowed.window is not None:
         raise ValueError("allowed: expected neither a dense part nor a window.")
+    if not torch.compiler.is_exporting() and half >= max(allowed.n_queries, allowed.n_keys) - 1:
+        return whole(query, key, value, allowed)  # the window holds everything
     if random_blocks and allowed.keys is not None:
         size = max(half, 1)
         first = allowed.keys.int().argmax(-1, keepdim=True)
@@ -53,6 +55,23 @@ def sliding_cut(
             half=half, tokens=tokens, random_blocks=random_blocks, seed=seed,
         )  # fmt: skip
     return _cut(query, key, value, allowed, half, tokens, named, random_blocks, seed)
+
+
+def step_cut(
+    query: Tensor, key: Tensor, value: Tensor, *, allowed: Visible, half: int, tokens: tuple[int, ...]
+) -> Cut | None:
+    """One token of generation: a piece with the keys that the newest query sees, and no others. None where padding or a
+    traced length leaves open which these are."""
+    newest = allowed.n_keys - 1
+    if allowed.keys is not None or allowed.offset not in (None, newest) or torch.compiler.is_compiling():
+        return None
+    low = max(newest - half, 0)
+    if low == 0 or newest in tokens:
+        return whole(query, key, value, allowed)
+    far = torch.tensor([token for token in tokens if token < low], dtype=torch.long, device=key.device)
+    rows = (torch.cat([rows.index_select(2, far), rows[:, :, low:]], 2) for rows in (key, value))
+    key, value = rows
+    return whole(query, key, value, Visible(1, key.shape[2], key.device))
 
 
 def _aligned(
@@ -115,7 +134,9 @@ def _cut(
         picked = _drawn(keys, base, chunks, size, causal, random_blocks, seed)
         there = _blocks(ordinary, picked, size).transpose(2, 3)
         parts.append((_blocks(key, picked, size), _blocks(value, picked, size)))
-        masks.append((there & (picked >= 0).flatten(0, 1).repeat_interleave(size, -1)[:, None, None]).expand(-1, 1, size, -1))
+        masks.append(
+            (there & (picked >= 0).flatten(0, 1).repeat_interleave(size, -1)[:, None, None]).expand(-1, 1, size, -1)
+        )
     if slots.shape[1]:
         parts.append(tuple(_to_each(take(rows, slots), chunks) for rows in (key, value)))  # type: ignore[arg-type]
         seen = valid[:, None, None].expand(-1, chunks, size, -1)
@@ -134,7 +155,9 @@ def _cut(
     place = slots - offset
     valid = valid & (place >= 0) & (place < n)
     number = torch.full((batch, n + 1), -1, device=device)
-    number = number.scatter(1, torch.where(valid, place, n), torch.arange(slots.shape[1], device=device).expand_as(slots))
+    number = number.scatter(
+        1, torch.where(valid, place, n), torch.arange(slots.shape[1], device=device).expand_as(slots)
+    )
     number = number[:, :n]
     before = torch.arange(allowed.n_keys, device=device) <= slots[..., None] if causal else None
     seen_by = Visible(

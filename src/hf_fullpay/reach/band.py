@@ -42,4 +42,8 @@ class Band:
 
     def misfit(self, *, cross: bool, causal: bool, image: bool) -> str | None:
         """Why this reach makes no sense for an attention module; arguments as in `Full.misfit`."""
-        return "a band has no meaning in cross-attention, whose queries and keys are different sequences" if cross else None
+        return (
+            "a band has no meaning in cross-attention, whose queries and keys are different sequences"
+            if cross
+            else None
+        )

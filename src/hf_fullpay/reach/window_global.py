@@ -91,7 +91,9 @@ class WindowGlobal:
         if cross:
             return "a window has no meaning in cross-attention, whose queries and keys are different sequences"
         if image:
-            return "a window over a row of tokens has no meaning for patches, which lie on a grid: Windows(...) does that"
+            return (
+                "a window over a row of tokens has no meaning for patches, which lie on a grid: Windows(...) does that"
+            )
         return None
 
     def named(self, allowed: Visible, given: Mapping[str, Any] | None, batch: int) -> Tensor | None:

@@ -110,14 +110,14 @@ class Windows:
             ValueError: as `layout`.
         """
         layout = self.layout(allowed, given)
-        window = (layout.rows.windows(allowed.device)[:, None] * 2**20 + layout.columns.windows(allowed.device)).flatten()
+        window = (
+            layout.rows.windows(allowed.device)[:, None] * 2**20 + layout.columns.windows(allowed.device)
+        ).flatten()
         same = torch.nn.functional.pad(window[:, None] == window, (layout.others, 0, layout.others, 0), value=True)
         return Visible(allowed.n_queries, allowed.n_keys, allowed.device, dense=allowed.to_dense() & same)
 
 
-_HOW = (
-    "Under Transformers the patch grid is read off pixel_values; on plain tensors say given={'patch_grid': (rows, columns)}."
-)
+_HOW = "Under Transformers the patch grid is read off pixel_values; on plain tensors say given={'patch_grid': (rows, columns)}."
 
 
 @dataclass(frozen=True)
