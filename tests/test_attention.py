@@ -125,7 +125,7 @@ CASES = pytest.mark.parametrize(("name", "kind"), [(name, kind) for name in PLAN
 def test_fast_equals_reference(name, kind, n, m):
     plan = PLANS[name]
     if not applies(plan, kind, n, m):
-        with pytest.raises(ValueError, match="band|window"):
+        with pytest.raises(ValueError, match=r"band|window"):
             attention(*tensors(n, m), plan=plan, **mask(kind, n, m))
         return
     leaves = [t.requires_grad_() for t in tensors(n, m)]

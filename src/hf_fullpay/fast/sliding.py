@@ -133,12 +133,11 @@ def _cut(
     if random_blocks:
         picked = _drawn(keys, base, chunks, size, causal, random_blocks, seed)
         there = _blocks(ordinary, picked, size).transpose(2, 3)
+        there = there & (picked >= 0).flatten(0, 1).repeat_interleave(size, -1)[:, None, None]
         parts.append((_blocks(key, picked, size), _blocks(value, picked, size)))
-        masks.append(
-            (there & (picked >= 0).flatten(0, 1).repeat_interleave(size, -1)[:, None, None]).expand(-1, 1, size, -1)
-        )
+        masks.append(there.expand(-1, 1, size, -1))
     if slots.shape[1]:
-        parts.append(tuple(_to_each(take(rows, slots), chunks) for rows in (key, value)))  # type: ignore[arg-type]
+        parts.append((_to_each(take(key, slots), chunks), _to_each(take(value, slots), chunks)))
         seen = valid[:, None, None].expand(-1, chunks, size, -1)
         if causal:
             place = torch.arange(chunks * size, device=device).unflatten(0, (chunks, size)) + base * size

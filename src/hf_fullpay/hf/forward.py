@@ -107,8 +107,8 @@ def _unbound(module: nn.Module, name: str) -> Layer:
     if plan.layers != "all" or LAYER in plan.inputs:
         why = f"applies to layers {plan.layers!r} only" if plan.layers != "all" else "differs from layer to layer"
         raise ValueError(
-            f"{type(module).__name__}: expected a module that knows its layer, since the plan of {name!r} {why}. Load the model with attn_implementation={name!r}, or call "
-            f"model.set_attn_implementation({name!r})."
+            f"{type(module).__name__}: expected a module that knows its layer, since the plan of {name!r} {why}. Load "
+            f"the model with attn_implementation={name!r}, or call model.set_attn_implementation({name!r})."
         )
     return Layer(name, plan, 0, 1, type(module).__name__)
 

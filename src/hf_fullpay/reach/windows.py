@@ -117,7 +117,7 @@ class Windows:
         return Visible(allowed.n_queries, allowed.n_keys, allowed.device, dense=allowed.to_dense() & same)
 
 
-_HOW = "Under Transformers the patch grid is read off pixel_values; on plain tensors say given={'patch_grid': (rows, columns)}."
+_HOW = "Under Transformers it is read off pixel_values; on plain tensors say given={'patch_grid': (rows, columns)}."
 
 
 @dataclass(frozen=True)
