@@ -16,7 +16,9 @@ class _Largest(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = function(*args, **(kwargs or {}))
         for leaf in tree_leaves(made):
-            if isinstance(leaf, Tensor) and leaf.untyped_storage().nbytes():  # an expanded view is as large as its memory
+            if (
+                isinstance(leaf, Tensor) and leaf.untyped_storage().nbytes()
+            ):  # an expanded view is as large as its memory
                 self.numel = max(self.numel, min(leaf.numel(), leaf.untyped_storage().nbytes() // leaf.element_size()))
         return made
 

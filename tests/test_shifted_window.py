@@ -126,7 +126,9 @@ def test_one_window_is_ordinary_attention():
     torch.testing.assert_close(ours, attention(*leaves, plan=AttentionPlan()), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("payment", [Softmax(), Mixture(budget=0.3), Mixture(budget=0.3, pay="reach"), Clamp(budget=0.3)])
+@pytest.mark.parametrize(
+    "payment", [Softmax(), Mixture(budget=0.3), Mixture(budget=0.3, pay="reach"), Clamp(budget=0.3)]
+)
 def test_memory_grows_with_the_grid(payment):
     sizes = []
     for side in (28, 56):

@@ -80,7 +80,9 @@ def test_the_reach_is_exactly_what_is_defined(reach, causal, left, right, by):
         assert torch.equal(found[real], wanted[real])
 
 
-@pytest.mark.parametrize("payment", [Softmax(), Mixture(floor=None, budget=0.3, pay="reach"), Clamp(floor=None, budget=0.3)])
+@pytest.mark.parametrize(
+    "payment", [Softmax(), Mixture(floor=None, budget=0.3, pay="reach"), Clamp(floor=None, budget=0.3)]
+)
 @pytest.mark.parametrize("scores", [Plain(), Bounded(bound=1.0), Bounded(centre="median"), DynamicScale(alpha=1.0)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_nothing_leaks_from_outside(payment, scores, causal):
@@ -259,7 +261,11 @@ def test_half_precision_keeps_its_budget(dtype, reach, causal):
             for shape in ((2, 8), (2, 10), (3, 9), (9,), (2, 1, 1, 9), (2, 0))
         ],
         (WindowGlobal(), {"global_attention_mask": [1] * 9}, "got list"),
-        (WindowGlobal(), {"global_mask": torch.ones(2, 9)}, r"given: expected names out of \['global_attention_mask'\]"),
+        (
+            WindowGlobal(),
+            {"global_mask": torch.ones(2, 9)},
+            r"given: expected names out of \['global_attention_mask'\]",
+        ),
     ],
 )
 def test_bad_input_is_named(reach, given, reason):

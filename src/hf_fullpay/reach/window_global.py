@@ -50,7 +50,8 @@ class WindowGlobal:
         seed: which ones.
 
     The argument `global_attention_mask` of a call takes the place of `tokens`: (B, M), an entry for every key, non-zero
-    where it is global. In a decoder keys past its end are not global, so a prompt's mask serves its continuation.
+    where it is global. In a decoder keys past its end are not global, so a prompt's mask serves its continuation
+    (`generate` of a stock model refuses arguments that its forward does not name: use `tokens` there).
     """
 
     size: int = 256

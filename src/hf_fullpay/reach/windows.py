@@ -117,7 +117,10 @@ class Windows:
         return Visible(allowed.n_queries, allowed.n_keys, allowed.device, dense=allowed.to_dense() & same)
 
 
-_HOW = "Under Transformers it is read off pixel_values; on plain tensors say given={'patch_grid': (rows, columns)}."
+_HOW = (
+    "Under Transformers it is read off pixel_values and travels as an argument of the call: models whose layers do not pass "
+    "such arguments on cannot run windows. On plain tensors say given={'patch_grid': (rows, columns)}."
+)
 
 
 @dataclass(frozen=True)
