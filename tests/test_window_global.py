@@ -3,6 +3,8 @@
 Dimensions: B batch, H query heads, G key/value heads, N queries, M keys, D width.
 """
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -138,7 +140,7 @@ def test_a_prompt_in_pieces_equals_one_pass(reach, left):
     plan, keys = AttentionPlan(reach), pads(n, left)
     whole = attention(query, key, value, plan=plan, visible=keys, is_causal=True)
     for cuts in ((0, 20, 21, 22, 60), (0, 8, 41, 60)):
-        for start, stop in zip(cuts, cuts[1:], strict=False):
+        for start, stop in pairwise(cuts):
             visible = keys[:, :stop] if left else None
             parts = query[:, :, start:stop], key[:, :, :stop], value[:, :, :stop]
             part = attention(*parts, plan=plan, visible=visible, is_causal="lower_right")
@@ -210,7 +212,9 @@ def test_a_window_over_everything_is_ordinary_attention():
         torch.testing.assert_close(ours, attention(*leaves, plan=AttentionPlan(), is_causal=causal), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("payment", [Softmax(), Mixture(budget=0.3), Mixture(budget=0.3, pay="reach")])
+@pytest.mark.parametrize(
+    "payment", [Softmax(), Mixture(budget=0.3), Mixture(budget=0.3, pay="reach"), Clamp(floor=None, budget=0.3)]
+)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("blocks", [0, 2])
 def test_memory_grows_with_the_length(payment, causal, blocks):

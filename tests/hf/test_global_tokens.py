@@ -1,5 +1,7 @@
 """Window + global under Transformers: named tokens, a mask of the call, caches, and models that make no sense of it."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 import transformers as t
@@ -20,6 +22,7 @@ PLANS = {
     "a floor to all": AttentionPlan(WindowGlobal(4), payment=Mixture(floor=None, budget=0.3)),
     "a floor to the reach": AttentionPlan(WindowGlobal(4), payment=Mixture(floor=None, budget=0.3, pay="reach")),
 }
+SLIDING = ("mistral", "modernbert", "qwen3", "gemma3")
 ZOO = ("roberta", "distilbert", "electra", "albert", "opt", "gpt_neox")
 
 
@@ -105,7 +108,7 @@ def test_a_prompt_in_pieces_equals_one_pass(family, plan, left, cache, mask):
         memory = (
             DynamicCache(config=model.config) if cache == "dynamic" else StaticCache(model.config, max_cache_len=30)
         )
-        for start, stop in zip(cuts, cuts[1:], strict=False):
+        for start, stop in pairwise(cuts):
             part = states(
                 model, input_ids=given["input_ids"][:, start:stop], attention_mask=padding[:, :stop],
                 position_ids=places[:, start:stop], cache=memory, use_cache=True, **extra,
@@ -143,8 +146,7 @@ def test_other_families(name):
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        *[(lambda name=name: zoo.make(name, "window_global"), "sliding window of its own") for name in ("mistral", "modernbert")],
-        *[(lambda name=name: zoo.make(name, "window_global"), "sliding window of its own") for name in ("qwen3", "gemma3")],
+        *[(lambda name=name: zoo.make(name, "window_global"), "sliding window of its own") for name in SLIDING],
         (lambda: zoo.make("bart", "window_global"), "no meaning in cross-attention"),
         (lambda: zoo.make("dinov2", "window_global"), "patches"),
     ],

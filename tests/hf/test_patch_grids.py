@@ -30,6 +30,8 @@ MODELS = {
     "clip vision": ("CLIPVisionModel", {}, 1, True),
     "beit": ("BeitModel", {"use_relative_position_bias": True, "drop_path_rate": 0.0}, 1, True),
     "vit msn": ("ViTMSNModel", {}, 1, True),
+    "dinov3": ("DINOv3ViTModel", {"num_register_tokens": 4}, 5, None),
+    "ijepa": ("IJepaModel", {}, 0, True),
 }
 
 
@@ -189,7 +191,7 @@ def test_threads_with_images_of_different_size():
 
 def test_a_compiled_model_follows_the_size():
     torch._dynamo.reset()
-    model = make("vit", num_hidden_layers=2)
+    model = make("vit", CARRIER, fullpay=AttentionPlan(Windows(3, shift=1)).to_dict(), num_hidden_layers=1)
     fast = torch.compile(model, fullgraph=True, backend="eager")
     for size in ((32, 32), (48, 40)):
         given = given_to("vit", *size)
@@ -241,4 +243,17 @@ def test_inside_a_window_it_is_what_swin_computes():
 
 
 def test_a_small_image_is_seen_whole():
-    assert (states(load("vit", AttentionPlan(Windows(7))), **inputs("vit")) - states(build("vit", head=False), **inputs("vit"))).abs().max() < 1e-5  # fmt: skip
+    ours, stock = load("vit", AttentionPlan(Windows(7))), build("vit", head=False)
+    torch.testing.assert_close(states(ours, **inputs("vit")), states(stock, **inputs("vit")), rtol=0, atol=1e-5)
+
+
+def test_a_part_of_a_composite_model():
+    """CLIP's images in windows, its texts as ever."""
+    vision = SIZES | {"projection_dim": 16}
+    text = zoo.SIZES | zoo.WORDS | {"eos_token_id": 96, "bos_token_id": 1}
+    config = t.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)
+    config._attn_implementation = {"vision_config": "shifted_window"}
+    model = t.CLIPModel(config).eval()
+    result = model(**zoo.given("clip_text"), pixel_values=pixels(), output_attentions=True)
+    for layer, weights in enumerate(result.vision_model_output.attentions):
+        assert torch.equal(weights[0, 0] != 0, windows(8, 8, 1, layer % 2 * 3))
