@@ -131,10 +131,9 @@ def _cut(
     ordinary = (keys & ~named)[:, None, :, None]
     parts, masks = [(around(key), around(value))], [around(ordinary).transpose(2, 3) & near]
     if random_blocks:
-        picked = _drawn(keys, base, chunks, size, causal, random_blocks, seed)
-        there = _blocks(ordinary, picked, size).transpose(2, 3)
-        there = there & (picked >= 0).flatten(0, 1).repeat_interleave(size, -1)[:, None, None]
-        parts.append((_blocks(key, picked, size), _blocks(value, picked, size)))
+        drawn = _drawn(keys, base, chunks, size, causal, random_blocks, seed)
+        parts.append((_rows_at(key, drawn), _rows_at(value, drawn)))
+        there = _rows_at(ordinary, drawn).transpose(2, 3) & (drawn >= 0).flatten(0, 1)[:, None, None]
         masks.append(there.expand(-1, 1, size, -1))
     if slots.shape[1]:
         parts.append((_to_each(take(key, slots), chunks), _to_each(take(value, slots), chunks)))
@@ -210,22 +209,22 @@ def _global_slots(keys: Tensor, tokens: tuple[int, ...], named: Tensor | None) -
 
 
 def _drawn(keys: Tensor, base: int, chunks: int, size: int, causal: bool, many: int, seed: int) -> Tensor:
-    """Key block of each draw, (B, P, R), -1 for none."""
+    """Slots of the drawn keys, (B, P, R * C), -1 for none."""
+    length = keys.shape[1]
     first = keys.int().argmax(-1, keepdim=True) // size
-    last = (keys.shape[1] - 1 - keys.flip(-1).int().argmax(-1, keepdim=True)) // size
+    last = (length - 1 - keys.flip(-1).int().argmax(-1, keepdim=True)) // size
     own = torch.arange(chunks, device=keys.device) + base - first
     total = last - first + 1
     total = torch.minimum(total, own + 1) if causal else total.expand_as(own)
-    drawn = drawn_blocks(own, total, many, seed)
-    return torch.where(drawn >= 0, drawn + first[..., None], -1)
+    block = drawn_blocks(own, total, many, seed)
+    slots = (block + first[..., None])[..., None] * size + torch.arange(size, device=keys.device)
+    return torch.where((block[..., None] >= 0) & (slots < length), slots, -1).flatten(2)
 
 
-def _blocks(rows: Tensor, picked: Tensor, size: int) -> Tensor:
-    """(B, G, M, D) and (B, P, R) -> (B * P, G, R * C, D)."""
-    count = -(-rows.shape[2] // size)
-    blocks = F.pad(rows, (0, 0, 0, count * size - rows.shape[2])).unflatten(2, (count, size)).transpose(1, 2)
+def _rows_at(rows: Tensor, slots: Tensor) -> Tensor:
+    """(B, G, M, D) and (B, P, n) -> (B * P, G, n, D); slots of -1 give any row."""
     entry = torch.arange(rows.shape[0], device=rows.device)[:, None, None]
-    return blocks[entry, picked.clamp(0, count - 1)].transpose(2, 3).flatten(3, 4).flatten(0, 1)
+    return rows.transpose(1, 2)[entry, slots.clamp(min=0)].transpose(2, 3).flatten(0, 1)
 
 
 def _to_each(rows: Tensor, chunks: int) -> Tensor:
