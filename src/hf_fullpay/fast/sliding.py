@@ -7,7 +7,7 @@ tokens, R random blocks.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -103,91 +103,127 @@ def _cut(
     named: Tensor | None, random_blocks: int, seed: int,
 ) -> Cut:  # fmt: skip
     batch, device = query.shape[0], key.device
-    n, causal, offset = allowed.n_queries, allowed.offset is not None, allowed.offset or 0
     # As in `band_attention`: shorter chunks waste fewer products on hidden pairs, longer ones fill the matrix units.
     size = max(half, 1) if random_blocks else 32 if half <= 64 else 64 if half <= 256 else 256
-    sides = -(-half // size)
-    pieces = sides + 1 + (0 if causal else sides)
-    # Chunk 0 begins at slot base * size, `lead` slots before the first query.
-    base, lead = offset // size, offset % size
-    # Traced, one chunk would be a case of its own: never fewer than two.
-    chunks = (n + lead) // size + 2 if torch.compiler.is_compiling() else -(-(n + lead) // size)
-    front = (sides - base) * size
-    back = (chunks + pieces - 1) * size - front - allowed.n_keys
-
-    def around(rows: Tensor) -> Tensor:
-        return windows(F.pad(rows, (0, 0, front, back)), pieces, chunks, size)
-
+    chunks = _Chunks.of(allowed, size, -(-half // size))
     keys = allowed.keys
     if keys is None:
         keys = torch.ones(1, 1, dtype=torch.bool, device=device).expand(batch, allowed.n_keys)
     slots, valid, named = _global_slots(keys, tokens, named)
-
-    row = torch.arange(size, device=device)[:, None] + sides * size
-    slot = torch.arange(pieces * size, device=device)
-    near = (slot - row).abs() <= half
-    near = near & (slot <= row) if causal else near
     # A key is counted once: global ones are not part of the window or of a random block.
     ordinary = (keys & ~named)[:, None, :, None]
-    parts, masks = [(around(key), around(value))], [around(ordinary).transpose(2, 3) & near]
+
+    parts = [(chunks.around(key), chunks.around(value))]
+    masks = [chunks.around(ordinary).mT & chunks.near(half, device)]
     if random_blocks:
-        drawn = _drawn(keys, base, chunks, size, causal, random_blocks, seed)
+        drawn = _drawn(keys, chunks, random_blocks, seed)
         parts.append((_rows_at(key, drawn), _rows_at(value, drawn)))
-        there = _rows_at(ordinary, drawn).transpose(2, 3) & (drawn >= 0).flatten(0, 1)[:, None, None]
+        there = _rows_at(ordinary, drawn).mT & (drawn >= 0).flatten(0, 1)[:, None, None]
         masks.append(there.expand(-1, 1, size, -1))
     if slots.shape[1]:
-        parts.append((_to_each(take(key, slots), chunks), _to_each(take(value, slots), chunks)))
-        seen = valid[:, None, None].expand(-1, chunks, size, -1)
-        if causal:
-            place = torch.arange(chunks * size, device=device).unflatten(0, (chunks, size)) + base * size
-            seen = seen & (slots[:, None, None] <= place[..., None])
+        parts.append((_to_each(take(key, slots), chunks.count), _to_each(take(value, slots), chunks.count)))
+        seen = valid[:, None, None].expand(-1, chunks.count, size, -1)
+        if chunks.causal:
+            seen = seen & (slots[:, None, None] <= chunks.places(device)[..., None])
         masks.append(seen.flatten(0, 1)[:, None])
-    mask = torch.cat(masks, -1)
-    own = windows(F.pad(query, (0, 0, lead, chunks * size - lead - n)), 1, chunks, size)
-    keys_of, values_of = (torch.cat(rows, 2) if len(rows) > 1 else rows[0] for rows in zip(*parts, strict=True))
-    local = Piece(own, keys_of, values_of, Visible(size, keys_of.shape[2], device, dense=mask))
+    together = [torch.cat(rows, 2) if len(rows) > 1 else rows[0] for rows in zip(*parts, strict=True)]
+    seen_here = Visible(size, together[0].shape[2], device, dense=torch.cat(masks, -1))
+    local = Piece(chunks.own(query), together[0], together[1], seen_here)
     if not slots.shape[1]:
-        return Cut([local], lambda found: _in_order(found[0], batch, chunks, size, lead, n))
-
-    # Each global query sees every key; `number` says which of them a query is, if any.
-    place = slots - offset
-    valid = valid & (place >= 0) & (place < n)
-    number = torch.full((batch, n + 1), -1, device=device)
-    number = number.scatter(
-        1, torch.where(valid, place, n), torch.arange(slots.shape[1], device=device).expand_as(slots)
-    )
-    number = number[:, :n]
-    before = torch.arange(allowed.n_keys, device=device) <= slots[..., None] if causal else None
-    seen_by = Visible(
-        slots.shape[1], allowed.n_keys, device, keys=allowed.keys, dense=None if before is None else before[:, None]
-    )
-    far = Piece(take(query, place.clamp(0, n - 1)), key, value, seen_by)
+        return Cut([local], lambda found: chunks.in_order(found[0], batch))
+    far, number = _global_queries(query, key, value, allowed, slots, valid)
 
     def join(found: list[Tensor]) -> Tensor:
-        rows = _in_order(found[0], batch, chunks, size, lead, n)
         everywhere = take(spread(found[1], batch, slots.shape[1]), number.clamp(min=0))
-        return torch.where((number >= 0)[:, None, :, None], everywhere, rows)
+        return torch.where((number >= 0)[:, None, :, None], everywhere, chunks.in_order(found[0], batch))
 
     return Cut([local, far], join)
 
 
-def windows(rows: Tensor, pieces: int, chunks: int, size: int) -> Tensor:
-    """(B, G, (pieces + P - 1) * C, D) -> (B * P, G, pieces * C, D), the window moving by C."""
-    if torch.compiler.is_exporting():  # views of symbolic sizes would put conditions on the length
-        cut = rows.unfold(2, pieces * size, size).transpose(3, 4)
-    else:  # a cheaper gradient
-        rows = rows.unflatten(2, (-1, size))
-        cut = torch.cat([rows[:, :, first : first + chunks] for first in range(pieces)], 3) if pieces > 1 else rows
-    return cut.transpose(1, 2).flatten(0, 1)
+@dataclass(frozen=True)
+class _Chunks:
+    """`count` chunks of `size` queries. Chunk 0 begins at key slot base * size, `lead` slots before the first query."""
+
+    count: int
+    size: int
+    sides: int  # chunks of keys before the own one and, without causality, after it
+    base: int
+    lead: int
+    causal: bool
+    queries: int
+    keys: int
+
+    @classmethod
+    def of(cls, allowed: Visible, size: int, sides: int) -> _Chunks:
+        base, lead = (allowed.offset or 0) // size, (allowed.offset or 0) % size
+        rows = allowed.n_queries + lead
+        # Traced, one chunk would be a case of its own: never fewer than two.
+        count = rows // size + 2 if torch.compiler.is_compiling() else -(-rows // size)
+        return cls(count, size, sides, base, lead, allowed.offset is not None, allowed.n_queries, allowed.n_keys)
+
+    @property
+    def pieces(self) -> int:
+        """Chunks of keys around a chunk of queries."""
+        return self.sides + 1 + (0 if self.causal else self.sides)
+
+    def around(self, rows: Tensor) -> Tensor:
+        """Keys around each chunk, (B, G, M, D) -> (B * P, G, pieces * C, D)."""
+        front = (self.sides - self.base) * self.size
+        back = (self.count + self.pieces - 1) * self.size - front - self.keys
+        return self._windows(F.pad(rows, (0, 0, front, back)), self.pieces)
+
+    def own(self, rows: Tensor) -> Tensor:
+        """Queries of each chunk, (B, H, N, D) -> (B * P, H, C, D)."""
+        return self._windows(F.pad(rows, (0, 0, self.lead, self.count * self.size - self.lead - self.queries)), 1)
+
+    def in_order(self, part: Tensor, batch: int) -> Tensor:
+        """(B * P, h, C, x) -> (B, h, N, x)."""
+        part = part.unflatten(0, (batch, self.count))
+        if torch.compiler.is_exporting():
+            place = torch.arange(self.queries, device=part.device) + self.lead
+            return part[:, place // self.size, :, place % self.size].permute(1, 2, 0, 3)
+        return part.transpose(1, 2).flatten(2, 3)[:, :, self.lead : self.lead + self.queries]
+
+    def near(self, half: int, device: torch.device) -> Tensor:
+        """Which of the keys around a chunk lie in the window of each of its queries, (C, pieces * C)."""
+        row = torch.arange(self.size, device=device)[:, None] + self.sides * self.size
+        slot = torch.arange(self.pieces * self.size, device=device)
+        near = (slot - row).abs() <= half
+        return near & (slot <= row) if self.causal else near
+
+    def places(self, device: torch.device) -> Tensor:
+        """Key slot of each query, (P, C)."""
+        place = torch.arange(self.count * self.size, device=device) + self.base * self.size
+        return place.unflatten(0, (self.count, self.size))
+
+    def _windows(self, rows: Tensor, pieces: int) -> Tensor:
+        """(B, G, (pieces + P - 1) * C, D) -> (B * P, G, pieces * C, D), the window moving by C."""
+        if torch.compiler.is_exporting():  # views of symbolic sizes would put conditions on the length
+            cut = rows.unfold(2, pieces * self.size, self.size).transpose(3, 4)
+        else:  # a cheaper gradient
+            rows = rows.unflatten(2, (-1, self.size))
+            cut = (
+                torch.cat([rows[:, :, first : first + self.count] for first in range(pieces)], 3)
+                if pieces > 1
+                else rows
+            )
+        return cut.transpose(1, 2).flatten(0, 1)
 
 
-def _in_order(part: Tensor, batch: int, chunks: int, size: int, lead: int, n: int) -> Tensor:
-    """(B * P, h, C, x) -> (B, h, N, x)."""
-    part = part.unflatten(0, (batch, chunks))
-    if torch.compiler.is_exporting():
-        place = torch.arange(n, device=part.device) + lead
-        return part[:, place // size, :, place % size].permute(1, 2, 0, 3)
-    return part.transpose(1, 2).flatten(2, 3)[:, :, lead : lead + n]
+def _global_queries(
+    query: Tensor, key: Tensor, value: Tensor, allowed: Visible, slots: Tensor, valid: Tensor
+) -> tuple[Piece, Tensor]:
+    """The global queries with all keys, and which of them each query is, (B, N), -1 for none."""
+    n, total, device = allowed.n_queries, slots.shape[1], key.device
+    place = slots - (allowed.offset or 0)
+    target = torch.where(valid & (place >= 0) & (place < n), place, n)
+    number = torch.full((query.shape[0], n + 1), -1, device=device)
+    number = number.scatter(1, target, torch.arange(total, device=device).expand_as(slots))[:, :n]
+    before = None
+    if allowed.offset is not None:
+        before = (torch.arange(allowed.n_keys, device=device) <= slots[..., None])[:, None]
+    visible = Visible(total, allowed.n_keys, device, keys=allowed.keys, dense=before)
+    return Piece(take(query, place.clamp(0, n - 1)), key, value, visible), number
 
 
 def _global_slots(keys: Tensor, tokens: tuple[int, ...], named: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -208,14 +244,14 @@ def _global_slots(keys: Tensor, tokens: tuple[int, ...], named: Tensor | None) -
     return slots, flags.gather(1, slots), flags
 
 
-def _drawn(keys: Tensor, base: int, chunks: int, size: int, causal: bool, many: int, seed: int) -> Tensor:
+def _drawn(keys: Tensor, chunks: _Chunks, many: int, seed: int) -> Tensor:
     """Slots of the drawn keys, (B, P, R * C), -1 for none."""
-    length = keys.shape[1]
+    length, size = keys.shape[1], chunks.size
     first = keys.int().argmax(-1, keepdim=True) // size
     last = (length - 1 - keys.flip(-1).int().argmax(-1, keepdim=True)) // size
-    own = torch.arange(chunks, device=keys.device) + base - first
+    own = torch.arange(chunks.count, device=keys.device) + chunks.base - first
     total = last - first + 1
-    total = torch.minimum(total, own + 1) if causal else total.expand_as(own)
+    total = torch.minimum(total, own + 1) if chunks.causal else total.expand_as(own)
     block = drawn_blocks(own, total, many, seed)
     slots = (block + first[..., None])[..., None] * size + torch.arange(size, device=keys.device)
     return torch.where((block[..., None] >= 0) & (slots < length), slots, -1).flatten(2)
