@@ -439,3 +439,15 @@ def test_operator_conventions() -> None:
     leaves = [x.double().requires_grad_() for x in (*inputs(5, 6), random(1, H, 1, 6), *rows)]
     arguments = (*leaves, None, visible.keys, None, visible.offset, None, 0.4, 0.0, False, False)
     torch.library.opcheck(torch.ops.hf_fullpay.tiles_forward.default, arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_tanh_is_within_two_roundings(dtype):
+    y = torch.cat([torch.linspace(-30, 30, 200_001), torch.logspace(-30, 1.5, 100_001)]).to(dtype)
+    for part in (y, y[y.abs() <= tiles.NEAR]):
+        exact = torch.tanh(part.double())
+        error = (tiles._tanh(part).double() - exact).abs()
+        assert (error <= 2 * torch.finfo(dtype).eps * exact.abs()).all()
+    special = torch.tensor([torch.inf, -torch.inf, 0.0, torch.nan], dtype=dtype)
+    assert torch.equal(tiles._tanh(special)[:3], torch.tensor([1.0, -1.0, 0.0], dtype=dtype))
+    assert tiles._tanh(special)[3].isnan()
