@@ -15,10 +15,11 @@ MAY = {
     "scores": {"core", "scores"},
     "payment": {"core", "payment"},
     "fast": {"core", "fast"},
+    "backends": {"core", "reach", "scores", "payment", "plan", "fast"},
     "plan": {"core", "reach", "scores", "payment"},
     "reference": {"core", "reach", "scores", "payment", "plan"},
-    "attend": {"core", "reach", "scores", "payment", "plan", "fast", "reference"},
-    "hf": {"core", "reach", "scores", "payment", "plan", "reference", "attend", "hf", "demo"},
+    "attend": {"core", "reach", "scores", "payment", "plan", "fast", "reference", "backends"},
+    "hf": {"core", "backends", "reach", "scores", "payment", "plan", "reference", "attend", "hf", "demo"},
     "diagnose": {"core", "diagnose"},
 }
 OUTSIDE = {"transformers", "peft", "huggingface_hub", "accelerate", "datasets", "matplotlib", "pandas"}

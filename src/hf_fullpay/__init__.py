@@ -9,6 +9,7 @@ Importing registers every preset of `PRESETS` with Transformers.
 from importlib.metadata import version
 
 from hf_fullpay.attend import attention
+from hf_fullpay.backends import BACKENDS, backend
 from hf_fullpay.core.warning import FullPayWarning
 from hf_fullpay.hf.convert import convert, revert
 from hf_fullpay.hf.models import *  # noqa: F403
@@ -20,6 +21,7 @@ from hf_fullpay.reach import Band, Full, WindowGlobal, Windows
 from hf_fullpay.scores import Bounded, DynamicScale, Plain
 
 __all__ = [
+    "BACKENDS",
     "PRESETS",
     "AttentionPlan",
     "Band",
@@ -34,6 +36,7 @@ __all__ = [
     "WindowGlobal",
     "Windows",
     "attention",
+    "backend",
     "convert",
     "register",
     "revert",

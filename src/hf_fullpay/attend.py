@@ -9,26 +9,28 @@ Dimensions: B batch, H query heads, G key/value heads (G divides H), N queries, 
 
 host is torch's scaled_dot_product_attention (chunked for a band), tiles recomputes scores in tiles of rows, mean is the
 mean of visible values, linear in N. Windows are cut into pieces first, and each piece goes that way (where the model
-itself brings a mask or a bias of pairs, the reach joins that mask instead). Asked for weights, the dense reference answers.
+itself brings a mask or a bias of pairs, the reach joins that mask instead). FlexAttention or our Triton kernels take the
+place of both where `backends` says so. Asked for weights, the dense reference answers.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hf_fullpay.backends import choose
 from hf_fullpay.core.errors import check_flag, check_number, wrong
 from hf_fullpay.core.numbers import accumulate, to_heads
 from hf_fullpay.core.shapes import check_shapes, split_mask
 from hf_fullpay.core.visible import Visible
-from hf_fullpay.core.warning import FullPayWarning
+from hf_fullpay.core.warning import warn
 from hf_fullpay.fast.cut import Cut, Piece, whole
 from hf_fullpay.fast.grid import Grid, grid_cut
 from hf_fullpay.fast.host import host_attention
+from hf_fullpay.fast.kernels import kernel_attention
 from hf_fullpay.fast.mean import blend, visible_mean
 from hf_fullpay.fast.sliding import sliding_cut, step_cut
 from hf_fullpay.fast.tiles import tiled_attention
@@ -59,6 +61,7 @@ def attend(
     strengths: Strengths | None = None,
     given: Given | None = None,
     dropout: float = 0.0,
+    hosted: Tensor | None = None,
 ) -> Tensor:
     """Attention of one layer on the fast paths.
 
@@ -74,11 +77,18 @@ def attend(
             "gate", logits of shape (B, H, N, 1).
         given: what this call brings besides, by the names in `plan.inputs`.
         dropout: probability with which a softmax weight is dropped; the floor is never dropped.
+        hosted: (B, H, N, Dv), the softmax part where the plan leaves it to a host.
 
     Returns:
         (B, H, N, Dv) in the type of query. A query that sees no key gives zeros.
     """
     strengths = strengths or {}
+    backend = "host" if hosted is not None else choose(plan, query, key, value, bias=bias, dropout=dropout)
+    if backend == "reference":
+        return reference_attention(
+            query, key, value, plan=plan, allowed=allowed, scaling=scaling, bias=bias, strengths=strengths,
+            given=given, dropout=dropout,
+        )[0]  # fmt: skip
 
     if isinstance(plan.scores, DynamicScale):
         gain = dynamic_gain(
@@ -89,7 +99,10 @@ def attend(
             bias = bias * gain if bias is not None else None
 
     cut = _cut(query, key, value, plan.reach, allowed, given, bias is not None)
-    output = cut.join([_attend(piece, plan, scaling, bias, strengths, dropout) for piece in cut.pieces])
+    output = hosted
+    if output is None:
+        parts = [_attend(piece, plan, scaling, bias, strengths, dropout, backend) for piece in cut.pieces]
+        output = cut.join(parts)
 
     if isinstance(plan.payment, Mixture) and not (plan.payment.is_neutral and "budget" not in strengths):
         budget = to_heads("budget", strengths.get("budget", plan.payment.budget), query)
@@ -132,44 +145,55 @@ def _cut(
 
 
 def _attend(
-    piece: Piece, plan: AttentionPlan, scaling: float, bias: Tensor | None, strengths: Strengths, dropout: float
+    piece: Piece,
+    plan: AttentionPlan,
+    scaling: float,
+    bias: Tensor | None,
+    strengths: Strengths,
+    dropout: float,
+    backend: str,
 ) -> Tensor:
     """Softmax or clamped weights over what the queries of a piece see."""
     query, key, value, visible = piece.query, piece.key, piece.value, piece.visible
-    if isinstance(plan.scores, Bounded) or isinstance(plan.payment, Clamp):
-        return _tiled(query, key, value, plan, visible, scaling, bias, strengths, dropout)
-    return host_attention(query, key, value, visible=visible, scaling=scaling, bias=bias, dropout=dropout)
+    rows = _row_numbers(query, key, plan, visible, scaling, bias, strengths)
+    if backend == "flex":
+        from hf_fullpay.fast.flex import flexible_attention  # loads the compiler, which most never need
+
+        return flexible_attention(query, key, value, visible=visible, scaling=scaling, **rows)
+    if backend == "triton":
+        return kernel_attention(query, key, value, visible=visible, scaling=scaling, bias=bias, **rows)
+    attend_rows = tiled_attention if rows else host_attention
+    return attend_rows(query, key, value, visible=visible, scaling=scaling, bias=bias, dropout=dropout, **rows)
 
 
-def _tiled(
+def _row_numbers(
     query: Tensor,
     key: Tensor,
-    value: Tensor,
     plan: AttentionPlan,
     visible: Visible,
     scaling: float,
     bias: Tensor | None,
     strengths: Strengths,
-    dropout: float,
-) -> Tensor:
-    """Bounded scores and clamped weights: give the tiles the row numbers that they need."""
+) -> dict[str, Any]:
+    """The numbers of every row that bounded scores and clamped weights need, by the names of `tiled_attention`; empty
+    for ordinary ones."""
+    rows: dict[str, Any] = {}
+    if not isinstance(plan.scores, Bounded) and not isinstance(plan.payment, Clamp):
+        return rows
     counts = visible.counts().to(accumulate(query.dtype))
-    centre = width = amplitude = least = None
-    median = rescale = False
     if isinstance(plan.scores, Bounded):
         options = plan.scores
         bound = to_heads("bound", strengths.get("bound", options.limit), query)
-        width, amplitude = width_and_amplitude(bound, options.temperature, options.slope, counts)
-        median, rescale = options.centre == "median", options.slope == "rescale"
-        if options.centre == "mean":
-            centre = _mean_score(query, key, visible, scaling, bias, counts)
+        rows["width"], amplitude = width_and_amplitude(bound, options.temperature, options.slope, counts)
+        rows |= {"rescale": True} if options.slope == "rescale" else {"amplitude": amplitude}
+        if options.centre == "median":
+            rows["median"] = True
+        elif options.centre == "mean":
+            rows["centre"] = _mean_score(query, key, visible, scaling, bias, counts)
     if isinstance(plan.payment, Clamp):
         budget = to_heads("budget", strengths.get("budget", plan.payment.budget), query)
-        least = floor_of(plan.payment.floor, budget, counts)
-    return tiled_attention(
-        query, key, value, visible=visible, scaling=scaling, bias=bias, centre=centre, median=median,
-        width=width, amplitude=None if rescale else amplitude, rescale=rescale, floor=least, dropout=dropout,
-    )  # fmt: skip
+        rows["floor"] = floor_of(plan.payment.floor, budget, counts)
+    return rows
 
 
 def _mean_score(
@@ -235,6 +259,8 @@ def attention(
         raise wrong(
             "plan", "gate=False on plain tensors", "gate=True", "The gate reads a layer's input: use convert()."
         )
+    if plan.host is not None:
+        raise wrong("plan", "no host on plain tensors", plan.host, "A host is an attention of a Transformers model.")
     allowed, bias = visible_of(query, key.shape[2], visible, is_causal)
     if isinstance(plan.payment, Budget) and (shortfall := plan.payment.shortfall(key.shape[2])):
         warn(shortfall)
@@ -251,12 +277,6 @@ def attention(
         if return_weights:
             return reference_attention(query, key, value, **arguments)
         return attend(query, key, value, **arguments)
-
-
-def warn(message: str) -> None:
-    """Warn from the user's point of view. Not while compiling: a warning is no part of a graph."""
-    if not torch.compiler.is_compiling():
-        warnings.warn(message, FullPayWarning, stacklevel=3)
 
 
 def visible_of(query: Tensor, n_keys: int, mask: Tensor | None, is_causal: bool | str) -> tuple[Visible, Tensor | None]:

@@ -65,6 +65,11 @@ class AttentionPlan:
                     value,
                 )
         check_flag("AttentionPlan(gate=...)", self.gate)
+        if self.host is not None and not (isinstance(self.reach, Full) and isinstance(self.scores, Plain)):
+            raise wrong(
+                f"AttentionPlan(payment=Mixture(host={self.host!r}))", "reach=Full() and scores=Plain()", self.describe(),
+                "A host computes ordinary attention; leave host out for the rest.",
+            )  # fmt: skip
         object.__setattr__(self, "layers", _check_layers(self.layers))
 
     def __hash__(self) -> int:
@@ -79,6 +84,11 @@ class AttentionPlan:
     def is_learnable(self) -> bool:
         """Whether `convert` makes parameters for this plan."""
         return self.gate or any(getattr(part, "learnable", False) for part in (self.scores, self.payment))
+
+    @property
+    def host(self) -> str | None:
+        """The attention of Transformers that computes the softmax part, if the user chose one."""
+        return getattr(self.payment, "host", None)
 
     @property
     def inputs(self) -> tuple[str, ...]:

@@ -16,9 +16,10 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_fullpay.attend import warn
+from hf_fullpay.core.warning import warn
 from hf_fullpay.hf.forward import BINDING, CARRIER, Layer, plan_of
 from hf_fullpay.hf.grid import OTHERS, attach_grid, gridless
+from hf_fullpay.hf.hosts import check_host
 from hf_fullpay.hf.swin import attach_swin, is_swin
 from hf_fullpay.plan import PRESETS, AttentionPlan
 from hf_fullpay.reach import Full
@@ -62,13 +63,15 @@ def _tell(model: PreTrainedModel) -> None:
             f"{label}: expected a plan without gate=True, which has learned weights and no place for them in a stock "
             "class. Use hf_fullpay.convert(model, plan)."
         )
+    if plan.host is not None:
+        check_host(model, plan.host)
     plans, warned = plan.for_layers(total), set[int]()
     if not plan.is_vanilla and all(one.is_vanilla for one in plans):
         warn(f"{label}: layers={plan.layers!r} chooses none of its {total} layers, so all pay ordinary attention.")
     for (path, module), index in zip(unbound, indices, strict=True):
         _refuse_needs(label, path, module, plans[index])
         _check_heads(label, module, model.config, plans[index])
-        setattr(module, BINDING, Layer(name, plans[index], index, total, label, warned))
+        setattr(module, BINDING, Layer(name, plans[index], index, total, label, plan.host, warned))
         if is_swin(module):
             attach_swin(module)
 

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_fullpay.attend import attend, warn
+from hf_fullpay.attend import attend
 from hf_fullpay.core.shapes import check_shapes, split_mask
 from hf_fullpay.core.visible import Visible
+from hf_fullpay.core.warning import warn
+from hf_fullpay.hf.hosts import is_flash, run_host, seen_by_flash
 from hf_fullpay.payment.mixture import Budget
 from hf_fullpay.plan import PRESETS, AttentionPlan
 from hf_fullpay.reach.windows import LAYER
@@ -42,6 +44,7 @@ class Layer:
         index: number of the layer within its stack.
         total: number of layers in the stack.
         model: class name of the model, for messages.
+        host: the attention of Transformers that computes the softmax part of all layers, if the plan names one.
         warned: lengths that a shortfall was told for, shared by all layers of the model.
     """
 
@@ -50,6 +53,7 @@ class Layer:
     index: int
     total: int
     model: str
+    host: str | None = None
     warned: set[int] = field(default_factory=set)
 
 
@@ -76,7 +80,7 @@ def make_forward(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
         # a linear layer, have the type that the output projection expects.
         query, key = query.to(value.dtype), key.to(value.dtype)
         check_shapes(query, key, value)
-        allowed, bias = _allowed(module, query, key.shape[2], attention_mask, is_causal, kwargs)
+        allowed, bias = _allowed(layer, module, query, key.shape[2], attention_mask, is_causal, kwargs)
         if position_bias is not None:
             bias = position_bias if bias is None else bias + position_bias
         _warn_shortfall(layer, query.shape[2], key.shape[2])
@@ -90,12 +94,18 @@ def make_forward(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
             "given": {name: offered[name] for name in layer.plan.inputs if offered.get(name) is not None},
             "dropout": dropout,
         }
+        hosted = None
+        if layer.host is not None and not _wants_weights(kwargs):
+            hosted = run_host(
+                layer.host, module, query, key, value, attention_mask, scaling=scaling, dropout=dropout,
+                is_causal=is_causal, **({} if position_bias is None else {"position_bias": position_bias}), **kwargs,
+            )  # fmt: skip
         # Sums, means and the tanh must stay in FP32; what may run in BF16 has that type already.
         with torch.autocast(query.device.type, enabled=False):
             if _wants_weights(kwargs):
                 output, weights = reference_attention(query, key, value, **arguments)
                 return output.transpose(1, 2).contiguous(), weights
-            return attend(query, key, value, **arguments).transpose(1, 2).contiguous(), None
+            return attend(query, key, value, **arguments, hosted=hosted).transpose(1, 2).contiguous(), None
 
     forward.__name__ = forward.__qualname__ = name
     return forward
@@ -110,7 +120,7 @@ def _unbound(module: nn.Module, name: str) -> Layer:
             f"{type(module).__name__}: expected a module that knows its layer, since the plan of {name!r} {why}. Load "
             f"the model with attn_implementation={name!r}, or call model.set_attn_implementation({name!r})."
         )
-    return Layer(name, plan, 0, 1, type(module).__name__)
+    return Layer(name, plan, 0, 1, type(module).__name__, plan.host)
 
 
 def plan_of(config: Any, name: str) -> AttentionPlan:
@@ -144,9 +154,17 @@ def _refuse_options(layer: Layer, options: dict[str, Any]) -> None:
 
 
 def _allowed(
-    module: nn.Module, query: Tensor, n_keys: int, mask: Tensor | None, is_causal: bool | None, options: dict[str, Any]
+    layer: Layer,
+    module: nn.Module,
+    query: Tensor,
+    n_keys: int,
+    mask: Tensor | None,
+    is_causal: bool | None,
+    options: dict[str, Any],
 ) -> tuple[Visible, Tensor | None]:
     """The keys that the model allows, and the bias it adds, from whatever mask arrived; see `masks`."""
+    if layer.host is not None and is_flash(layer.host) and (mask is None or mask.ndim == 2):
+        return seen_by_flash(query, n_keys, mask, _is_causal(module, is_causal), options), None
     batch, _, queries, _ = query.shape
     keys = dense = bias = offset = None
     if mask is None:

@@ -18,11 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.masking_utils import (
+    AttentionMaskInterface,
     bidirectional_mask_function,
     causal_mask_function,
     prepare_padding_mask,
     sdpa_mask,
 )
+
+from hf_fullpay.hf.forward import PLAN
+
+HOSTS: dict[str, str] = {}  # of the registered names whose plans have one
 
 
 def compact_mask(
@@ -41,6 +46,13 @@ def compact_mask(
 ) -> Tensor | None:
     """Mask for one forward, in the form that the module describes. The parameters are those of Transformers
     (q_offset is an int, or a tensor with a static cache)."""
+    if (host := _host(kwargs.get("config"))) is not None:
+        return AttentionMaskInterface()[host](
+            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+            mask_function=mask_function, attention_mask=attention_mask, local_size=local_size,
+            allow_is_causal_skip=allow_is_causal_skip, allow_is_bidirectional_skip=allow_is_bidirectional_skip,
+            device=device, **kwargs,
+        )  # fmt: skip
     if attention_mask is not None:
         _check_padding(attention_mask, q_length + q_offset, kv_length + kv_offset)
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
@@ -61,6 +73,14 @@ def compact_mask(
         mask_function=mask_function, attention_mask=attention_mask, local_size=local_size,
         allow_is_causal_skip=False, allow_is_bidirectional_skip=False, device=device, **kwargs,
     )  # fmt: skip
+
+
+def _host(config: Any) -> str | None:
+    """The host of the plan that a model runs, if it has one. Read from plain dicts: torch.compile traces this."""
+    if config is None:
+        return None
+    written = getattr(config, PLAN, None)
+    return HOSTS.get(config._attn_implementation) if written is None else written["payment"].get("host")
 
 
 def _check_padding(mask: Tensor, tokens: int | Tensor, slots: int) -> None:

@@ -22,7 +22,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from hf_fullpay.core.errors import wrong
 from hf_fullpay.hf.bind import bind, holds_strengths, is_ours, layers_of, refuse_class, unbind
 from hf_fullpay.hf.forward import CARRIER, STRENGTHS, make_forward
-from hf_fullpay.hf.masks import compact_mask
+from hf_fullpay.hf.masks import HOSTS, compact_mask
 from hf_fullpay.plan import BUILT_IN, PRESETS, AttentionPlan, _presets
 
 # Transformers reads meaning into these: it would look for a kernel or check the model for that backend.
@@ -53,6 +53,9 @@ def register(name: str, plan: AttentionPlan) -> None:
     if name not in PRESETS and name in AttentionInterface():
         raise wrong("register(name=...)", "a name that Transformers does not use itself", name)
     _presets[name] = plan
+    HOSTS.pop(name, None)
+    if plan.host is not None:
+        HOSTS[name] = plan.host
     _register_both(name)
 
 

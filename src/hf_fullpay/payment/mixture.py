@@ -93,15 +93,24 @@ class Mixture(Budget):
             that the softmax sees. The same thing for a full reach.
         signed: a budget may be negative, down to -budget_max, and then sharpens instead (AttnScale). There is no
             promise any more.
+        host: the attention of Transformers that computes the softmax part, by its name there ("flash_attention_2",
+            "sdpa", one that you registered); None for our own choice. The mask is then built as the host wants it.
     """
 
     pay: str = "visible"
     signed: bool = False
+    host: str | None = None
     kind: ClassVar[str] = "mixture"
 
     def __post_init__(self) -> None:
         check_flag("Mixture(signed=...)", self.signed)
         check_choice("Mixture(pay=...)", self.pay, ("visible", "reach"))
+        if self.host is not None and (not isinstance(self.host, str) or self.host in ("", "eager", "flex_attention")):
+            raise wrong(
+                "Mixture(host=...)", "the name of an attention that Transformers registers, or None", self.host,
+                '"eager" is another function in every model, and "flex_attention" has masks of its own: use '
+                'hf_fullpay.backend("reference") or backend("flex").',
+            )  # fmt: skip
         super().__post_init__()
 
     def _check_budget(self, name: str) -> None:
