@@ -1,7 +1,7 @@
-"""Render the tables of the README from the preset table and from committed results.
+"""Render the tables of the README and of GPU.md, and the plot, from the preset table and from committed results.
 
-    python benchmarks/report.py            # rewrite the README
-    python benchmarks/report.py --check    # exit status 1 when a table is stale
+    python benchmarks/report.py            # rewrite them
+    python benchmarks/report.py --check    # exit status 1 when a table or the plot is stale
 
 A table stands between `<!-- table:NAME, ... -->` and `<!-- end -->`.
 """
@@ -14,25 +14,39 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from gpu_table import gpu
 from hf_fullpay import PRESETS
+from plot import draw, is_stale, points
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-README = ROOT / "README.md"
+PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "GPU.md")
+PLOT = RESULTS / "ratios.svg"
 
 
 def main() -> int:
-    """Rewrite or check the README."""
-    text = README.read_text()
-    rendered = re.sub(
-        r"(<!-- table:(\w+)[^>]*-->\n).*?(<!-- end -->)",
-        lambda match: f"{match[1]}{TABLES[match[2]]()}\n{match[3]}",
-        text,
-        flags=re.DOTALL,
-    )
+    """Rewrite or check the pages and the plot."""
+    stale = []
+    for page in PAGES:
+        text = page.read_text()
+        rendered = re.sub(
+            r"(<!-- table:(\w+)[^>]*-->\n).*?(<!-- end -->)",
+            lambda match: f"{match[1]}{TABLES[match[2]]()}\n{match[3]}",
+            text,
+            flags=re.DOTALL,
+        )
+        stale += [page] if rendered != text else []
+        if "--check" not in sys.argv:
+            page.write_text(rendered)
+    measured = _load("cpu.json")
+    data = points(measured["rows"] if measured else [], list(PRESETS))
+    if data and is_stale(PLOT, data):
+        stale.append(PLOT)
+        if "--check" not in sys.argv:
+            draw(PLOT, data)
     if "--check" in sys.argv:
-        return int(rendered != text)
-    README.write_text(rendered)
+        print(*(f"stale: {path.relative_to(ROOT)}" for path in stale), sep="\n")
+        return int(bool(stale))
     return 0
 
 
@@ -55,7 +69,8 @@ def speed() -> str:
         return "Not measured yet: `python benchmarks/run.py --json benchmarks/results/cpu.json`."
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in results["rows"]:
-        found[row["name"], row["is_causal"], row["dtype"], row["n"], row["direction"]] = row
+        if row["name"] in PRESETS:
+            found[row["name"], row["is_causal"], row["dtype"], row["n"], row["direction"]] = row
     lengths = sorted({key[3] for key in found})
     dtypes = list(dict.fromkeys(key[2] for key in found))
     rows = []
@@ -76,6 +91,56 @@ def speed() -> str:
         f"{where['threads']} thread, torch {where['torch']}, {where['date']}, `{where['command'].strip()}`. Peak memory "
         "above the inputs, forward and backward, FP32.\n\n" + table(head, rows)
     )
+
+
+def peers() -> str:
+    """The same for what else one could run; a reason in place of numbers for what could not run."""
+    results = _load("cpu.json")
+    rows = [row for row in results["rows"] if row["name"] not in PRESETS] if results else []
+    if not rows:
+        return "Not measured yet: `python benchmarks/run.py --json benchmarks/results/cpu.json`."
+    places = list(dict.fromkeys((row["dtype"], row["n"]) for row in rows))
+    found = {(row["name"], row["is_causal"], row["dtype"], row["n"], row["direction"]): row for row in rows}
+    lines, reasons = [], []
+    for name, is_causal in dict.fromkeys((row["name"], row["is_causal"]) for row in rows):
+        cells = [f"`{name}`", "causal" if is_causal else "full"]
+        for place in places:
+            both = [found.get((name, is_causal, *place, way), {}) for way in ("forward", "forward+backward")]
+            numbers = [row.get("ratio") for row in both]
+            cells.append(" / ".join("-" if ratio is None else f"{ratio:.2f}" for ratio in numbers))
+        lines.append(cells)
+        mine = [row for key, row in found.items() if key[:2] == (name, is_causal) and row.get("reason")]
+        reasons += [f"`{name}`, {row['direction']}: {row['reason']}" for row in mine]
+    notes = "\n".join(f"- {reason}" for reason in dict.fromkeys(reasons))
+    head = ["peer", "mask", *(f"{dtype}, n = {n:,}" for dtype, n in places)]
+    return table(head, lines) + (f"\n\nNot available (-):\n\n{notes}" if notes else "")
+
+
+def growth() -> str:
+    """Exponents of time."""
+    results = _load("growth.json")
+    if results is None:
+        return "Not measured yet: `python benchmarks/run.py --growth --json benchmarks/results/growth.json`."
+    found = {(row["name"], row["is_causal"], row["direction"]): row for row in results["rows"]}
+    lines = [
+        [f"`{name}`", "causal" if is_causal else "full"]
+        + [
+            f"{row['exponent']:.2f} / {row['sdpa_exponent']:.2f}" if row else "-"
+            for row in (found.get((name, is_causal, way)) for way in ("forward", "forward+backward"))
+        ]
+        for name, is_causal in dict.fromkeys(key[:2] for key in found)
+    ]
+    lengths, where = results["rows"][0]["lengths"], results["provenance"]
+    return (
+        f"Exponent e of time ~ n ** e from {lengths[0]:,} to {lengths[-1]:,} tokens, one head, FP32, "
+        f"{where['device']}, {where['threads']} thread, torch {where['torch']}, {where['date']}.\n\n"
+        + table(["name", "mask", "forward, ours / SDPA", "forward and backward, ours / SDPA"], lines)
+    )
+
+
+def gpu_page() -> str:
+    """All that is to be measured on a GPU."""
+    return gpu(_load("gpu.json"), table)
 
 
 def memory() -> str:
@@ -130,7 +195,9 @@ def _load(name: str) -> Any:
     return json.loads(path.read_text()) if path.exists() else None
 
 
-TABLES = {"presets": presets, "speed": speed, "memory": memory, "demo": demo}
+TABLES = {
+    "presets": presets, "speed": speed, "peers": peers, "growth": growth, "memory": memory, "demo": demo, "gpu": gpu_page,
+}  # fmt: skip
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -26,6 +26,7 @@ def test_python_runs_as_written(tmp_path, monkeypatch):
     """All blocks in order, with a tiny checkpoint in the place of the Hub's."""
     monkeypatch.chdir(tmp_path)
     build("bert").save_pretrained("bert-base-uncased")
+    build("gpt2", vocab_size=50257).save_pretrained("gpt2")
     scope = {}
     blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     assert len(blocks) >= 4

@@ -1,14 +1,25 @@
-"""Kernels run in Triton's interpreter, on CPU tensors; with TRITON_INTERPRET=0 on a GPU. Fresh memory is full of NaN."""
+"""Kernels run on the GPU where there is one, else in Triton's interpreter on the CPU. Fresh memory is full of NaN."""
 
 import os
 import sys
 from pathlib import Path
 
-os.environ.setdefault("TRITON_INTERPRET", "1")
-sys.path.insert(0, str(Path(__file__).parent.parent / "torch-ext"))
-
 import pytest
 import torch
+
+# Triton reads it on import; the interpreter can be asked for on a machine with a GPU too.
+os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
+KERNELS = Path(__file__).parent.parent
+sys.path.insert(0, str(KERNELS / "torch-ext"))
+sys.path.append(str(KERNELS.parent / "benchmarks"))  # how a plan becomes calls of the kernels
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu"):
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA device")
+        if os.environ["TRITON_INTERPRET"] != "0":
+            pytest.skip("asked for the interpreter: unset TRITON_INTERPRET")
 
 
 @pytest.fixture(autouse=True, scope="session")

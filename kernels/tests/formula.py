@@ -54,8 +54,9 @@ def dense(query, key, value, *, scaling, bias=None, centre=None, width=None, amp
         key, value = (x.masked_fill(~visible["keys"][:, None, :, None], 0.0) for x in (key, value))
     seen = pairs(query.shape[2], key.shape[2], **visible)
     scores = query @ key.mT * scaling
-    if bias is not None:
-        scores = scores + bias
+    if bias is not None:  # -inf hides a pair
+        seen = seen & (bias > -torch.inf)
+        scores = scores + bias.masked_fill(bias == -torch.inf, 0.0)
     if width is not None:
         centred = scores if centre is None else scores - centre
         finite = torch.where(width.isinf(), 1.0, width)

@@ -15,6 +15,7 @@ from hf_fullpay.hf.convert import convert, revert
 from hf_fullpay.hf.models import *  # noqa: F403
 from hf_fullpay.hf.models import CONFIGS, MODELS, register_models
 from hf_fullpay.hf.register import register, register_presets
+from hf_fullpay.hf.sliding import sliding_cache
 from hf_fullpay.payment import Clamp, Mixture, Softmax
 from hf_fullpay.plan import PRESETS, AttentionPlan
 from hf_fullpay.reach import Band, Full, WindowGlobal, Windows
@@ -40,6 +41,7 @@ __all__ = [
     "convert",
     "register",
     "revert",
+    "sliding_cache",
     *CONFIGS,
     *MODELS,
 ]

@@ -8,9 +8,9 @@ Dimensions: B batch, H query heads, G key/value heads (G divides H), N queries, 
     bounded               tiles            tiles + mean              tiles
 
 host is torch's scaled_dot_product_attention (chunked for a band), tiles recomputes scores in tiles of rows, mean is the
-mean of visible values, linear in N. Windows are cut into pieces first, and each piece goes that way (where the model
-itself brings a mask or a bias of pairs, the reach joins that mask instead). FlexAttention or our Triton kernels take the
-place of both where `backends` says so. Asked for weights, the dense reference answers.
+mean of visible values, linear in N (decoding: from a running sum). Windows are cut into pieces first, and each piece goes
+that way (where the model itself brings a mask or a bias of pairs, the reach joins that mask instead). FlexAttention or
+our Triton kernels take the place of both where `backends` says so. Asked for weights, the dense reference answers.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch import Tensor
 from hf_fullpay.backends import choose
 from hf_fullpay.core.errors import check_flag, check_number, wrong
 from hf_fullpay.core.numbers import accumulate, to_heads
+from hf_fullpay.core.running import RunningSum
 from hf_fullpay.core.shapes import check_shapes, split_mask
 from hf_fullpay.core.visible import Visible
 from hf_fullpay.core.warning import warn
@@ -62,6 +63,7 @@ def attend(
     given: Given | None = None,
     dropout: float = 0.0,
     hosted: Tensor | None = None,
+    past: RunningSum | None = None,
 ) -> Tensor:
     """Attention of one layer on the fast paths.
 
@@ -78,6 +80,8 @@ def attend(
         given: what this call brings besides, by the names in `plan.inputs`.
         dropout: probability with which a softmax weight is dropped; the floor is never dropped.
         hosted: (B, H, N, Dv), the softmax part where the plan leaves it to a host.
+        past: sums and numbers of all values that the floor of each query goes to, where the caller keeps them; they
+            may count keys that are not in `value` any more.
 
     Returns:
         (B, H, N, Dv) in the type of query. A query that sees no key gives zeros.
@@ -108,7 +112,9 @@ def attend(
         budget = to_heads("budget", strengths.get("budget", plan.payment.budget), query)
         everyone = plan.payment.pay == "visible" or isinstance(plan.reach, Full)
         seen = None if isinstance(plan.reach, Full) else cut.join([piece.visible.counts() for piece in cut.pieces])
-        if everyone or seen is None:
+        if past is not None:
+            counts, mean = past.count, past.mean
+        elif everyone or seen is None:
             counts, mean = allowed.counts(), visible_mean(value, allowed)
         else:
             counts, mean = seen, cut.join([visible_mean(piece.value, piece.visible) for piece in cut.pieces])

@@ -92,6 +92,11 @@ def backend(name: str) -> Iterator[None]:
         _choice.name = before
 
 
+def chosen() -> str:
+    """The backend asked for now."""
+    return _choice.name
+
+
 def features_of(plan: AttentionPlan) -> set[str]:
     """What a plan asks of a backend, in the words of `LACKS`."""
     found = {"own reach"} if not isinstance(plan.reach, Full | Band) else set()

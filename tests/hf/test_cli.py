@@ -1,6 +1,8 @@
 """The command line on tiny checkpoints: what it writes, and one sentence with exit code 2 when the input is wrong."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -182,3 +184,12 @@ def test_inspect_refuses(sources, capsys):
     ):
         assert run(*words) == 2
         assert reason in capsys.readouterr().err
+
+
+def test_a_reader_that_leaves_is_no_error():
+    """`hf-fullpay list | head`: quiet, with the code of a command that a closed pipe ended."""
+    code = "import sys; from hf_fullpay.hf.cli import main; sys.exit(main(['list']))"
+    command = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    command.stdout.close()
+    assert command.stderr.read() == b""
+    assert command.wait(timeout=120) == 141

@@ -21,18 +21,18 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .checks import check_call
 from .clamp import run_clamp, run_clamp_delta
-from .config import interpreted
+from .compiled import uncompiled
 from .decode import run_decode
 from .launch import STRAIGHT, Call, packed, run_delta, run_forward, run_keys, run_queries
 from .median import Median
 
-MAX_WIDTH = 256
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _INPUTS = ("query", "key", "value", "bias", "centre", "width", "amplitude", "share", "mean", "clamp_floor")
 _ROWS = _INPUTS[4:8] + _INPUTS[9:]
 
 
+@uncompiled
 def attention(
     query: Tensor,
     key: Tensor,
@@ -63,7 +63,8 @@ def attention(
         scaling: factor of q . k.
         keys: (B, M) bool, True for keys that exist. What lies in the others is never read.
         mask: bool that broadcasts to (B, H, N, M), True for visible pairs.
-        bias: added to the scores, broadcastable to (B, H, N, M). Its gradient needs N x M memory.
+        bias: added to the scores, broadcastable to (B, H, N, M); -inf hides a pair, as `mask` does. Its gradient needs
+            N x M memory.
         offset: causality, query i sees keys j <= i + offset: 0 upper left, M - N lower right.
         window: band, query i sees only keys j > i + offset - window; needs an offset.
         cu_seqlens: (S + 1,) int32, where S packed sequences start, and the end of the last. B = 1, N = M; a token sees
@@ -85,15 +86,11 @@ def attention(
     """
     if centre is not None and centre.ndim == 3:
         centre = centre.unsqueeze(-1)
-    bias, mask, centre, width, amplitude, share, clamp_floor = (
-        x if x is None or x.ndim >= 4 else x[(None,) * (4 - x.ndim)]
-        for x in (bias, mask, centre, width, amplitude, share, clamp_floor)
+    bias, mask, centre, width, amplitude, share, clamp_floor = _four(
+        bias, mask, centre, width, amplitude, share, clamp_floor
     )
-    _check(query, key, value, keys, mask, bias, offset, window, cu_seqlens, width, amplitude, share, mean, clamp_floor)
     rows = {"centre": centre, "width": width, "amplitude": amplitude, "share": share, "clamp_floor": clamp_floor}
-    for name, row in rows.items():
-        if row is not None:
-            _check_broadcast(name, row, (*query.shape[:3], 1))
+    check_call(query, key, value, keys, mask, bias, offset, window, cu_seqlens, mean, rows)
     if not scaling > 0:  # kernels take the maximum before they scale
         query, scaling = query * scaling, 1.0
     if width is None:
@@ -144,6 +141,7 @@ class _Attention(torch.autograd.Function):
         return *(_like(grads[name], x, name) if name in wanted else None for name, x in inputs.items()), None
 
 
+@uncompiled
 def lower_median(
     query: Tensor,
     key: Tensor,
@@ -162,7 +160,8 @@ def lower_median(
     Returns:
         (B, H, N, 1) fp32, 0 where a query sees no key; differentiable once in query, key and bias.
     """
-    _check(query, key, key, keys, mask, bias, offset, window, cu_seqlens, None, None, None, None, None)
+    bias, mask = _four(bias, mask)
+    check_call(query, key, key, keys, mask, bias, offset, window, cu_seqlens, None, {})
     options = {
         "scaling": float(scaling), "keys": keys, "mask": mask, "offset": offset, "window": window,
         "cu_seqlens": cu_seqlens, "precision": _precision(precision), "fast_tanh": False,
@@ -174,6 +173,7 @@ def lower_median(
     return Median.apply(query, key, bias, build)
 
 
+@uncompiled
 @torch.no_grad()
 def decode_attention(
     query: Tensor,
@@ -200,7 +200,11 @@ def decode_attention(
     Returns:
         (B, H, 1, Dv).
     """
-    _check(query, key, value, keys, None, bias, offset, window, None, width, amplitude, share, mean, None)
+    if centre is not None and centre.ndim == 3:
+        centre = centre.unsqueeze(-1)
+    bias, centre, width, amplitude, share = _four(bias, centre, width, amplitude, share)
+    rows = {"centre": centre, "width": width, "amplitude": amplitude, "share": share}
+    check_call(query, key, value, keys, None, bias, offset, window, None, mean, rows)
     if query.shape[2] != 1:
         raise ValueError(f"query: expected one query a sequence, got {query.shape[2]}.")
     n_keys, shape = key.shape[2], tuple(query.shape[:3])
@@ -209,13 +213,18 @@ def decode_attention(
     rate = None
     if width is not None:
         rate, amplitude = _rate(width, amplitude, shape)
-    rows = {"centre": None if width is None else centre, "share": share}
+    numbers = {"centre": None if width is None else centre, "share": share}
     return run_decode(
         query, key, value, scaling=float(scaling), keys=None if keys is None else keys.view(torch.uint8),
         bias=None if bias is None else bias.expand(*shape, n_keys), low=low, high=high, rate=rate,
         amplitude=amplitude, mean=mean, splits=splits,
-        **{name: None if row is None else _row(row, shape) for name, row in rows.items()},
+        **{name: None if row is None else _row(row, shape) for name, row in numbers.items()},
     )  # fmt: skip
+
+
+def _four(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """With leading dimensions of 1, as many as are missing."""
+    return tuple(x if x is None or x.ndim >= 4 else x[(None,) * (4 - x.ndim)] for x in tensors)
 
 
 def _precision(precision: str | None) -> str:
@@ -270,81 +279,3 @@ def _call(inputs: dict[str, Any], options: dict[str, Any]) -> Call:
 def _row(row: Tensor, shape: tuple[int, int, int]) -> Tensor:
     """(B, H, N) fp32, contiguous, of what broadcasts to (B, H, N, 1)."""
     return row.expand(*shape, 1)[..., 0].to(torch.float32).contiguous()
-
-
-def _check_broadcast(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    fits = tensor.ndim == 4 and all(have in (1, want) for have, want in zip(tensor.shape, shape, strict=True))
-    if not fits:
-        raise ValueError(f"{name}: expected a shape that broadcasts to {tuple(shape)}, got {tuple(tensor.shape)}.")
-
-
-def check_tensors(query: Tensor, key: Tensor, value: Tensor, keys: Tensor | None) -> None:
-    """Raise unless the tensors fit together, and to the kernels."""
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.ndim != 4:
-            raise ValueError(f"{name}: expected (batch, heads, length, width), got shape {tuple(tensor.shape)}.")
-        if tensor.dtype not in DTYPES or tensor.dtype != query.dtype:
-            raise ValueError(f"{name}: expected float32, float16 or bfloat16 as in query, got {tensor.dtype}.")
-        if not 0 < tensor.shape[3] <= MAX_WIDTH:
-            raise ValueError(f"{name}: expected a width from 1 to {MAX_WIDTH}, got {tensor.shape[3]}.")
-        if tensor.device != query.device:
-            raise ValueError(f"{name}: expected device {query.device} as in query, got {tensor.device}.")
-    if query.device.type != "cuda" and not interpreted():
-        raise ValueError(f"query: expected a tensor on a GPU (or TRITON_INTERPRET=1), got {query.device}.")
-    batch, heads, _, dims = query.shape
-    groups, n_keys = key.shape[1:3]
-    if key.shape[0] != batch or key.shape[3] != dims:
-        raise ValueError(f"key: expected batch {batch} and width {dims} as in query, got {tuple(key.shape)}.")
-    if value.shape[:3] != key.shape[:3]:
-        raise ValueError(f"value: expected {(batch, groups, n_keys)} and a width, got {tuple(value.shape)}.")
-    if groups == 0 or heads % groups:
-        raise ValueError(f"key: expected a number of heads that divides the {heads} query heads, got {groups}.")
-    if keys is not None and (keys.dtype != torch.bool or keys.shape != (batch, n_keys)):
-        raise ValueError(f"keys: expected bool of shape {(batch, n_keys)}, got {keys.dtype} {tuple(keys.shape)}.")
-
-
-def _check(
-    query: Tensor, key: Tensor, value: Tensor, keys: Tensor | None, mask: Tensor | None, bias: Tensor | None,
-    offset: int | None, window: int | None, cu_seqlens: Tensor | None, width: Tensor | None,
-    amplitude: Tensor | None, share: Tensor | None, mean: Tensor | None, clamp_floor: Tensor | None,
-) -> None:  # fmt: skip
-    check_tensors(query, key, value, keys)
-    batch, heads, queries, _ = query.shape
-    groups, n_keys = key.shape[1:3]
-    pairs = (batch, heads, queries, n_keys)
-    if mask is not None:
-        if mask.dtype != torch.bool:
-            raise ValueError(f"mask: expected bool, got {mask.dtype}.")
-        _check_broadcast("mask", mask, pairs)
-    if bias is not None:
-        if not bias.is_floating_point():
-            raise ValueError(f"bias: expected a floating-point tensor, got {bias.dtype}.")
-        _check_broadcast("bias", bias, pairs)
-    if window is not None and (offset is None or window < 1):
-        raise ValueError(f"window: expected a positive number beside an offset, got {window} and offset {offset}.")
-    if cu_seqlens is not None:
-        if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2 or cu_seqlens.dtype != torch.int32:
-            raise ValueError(
-                f"cu_seqlens: expected int32 of shape (S + 1,), got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}."
-            )
-        if batch != 1 or queries != n_keys or offset not in (None, 0):
-            raise ValueError(
-                f"cu_seqlens: expected batch 1, as many queries as keys, and offset None or 0, got batch {batch}, "
-                f"{queries} queries, {n_keys} keys, offset {offset}."
-            )
-    if (width is None) != (amplitude is None):
-        raise ValueError("width: expected both width and amplitude or neither, got one of them.")
-    if (share is None) != (mean is None):
-        raise ValueError("share: expected both share and mean or neither, got one of them.")
-    if share is not None and clamp_floor is not None:
-        raise ValueError("clamp_floor: expected None beside a share, got both.")
-    if mean is not None and (
-        mean.ndim != 4
-        or mean.shape[0] != batch
-        or mean.shape[1] == 0
-        or heads % mean.shape[1]
-        or mean.shape[2] not in (1, queries)
-        or mean.shape[3] != value.shape[3]
-    ):
-        expected = f"({batch}, {groups} or {heads}, {queries} or 1, {value.shape[3]})"
-        raise ValueError(f"mean: expected {expected}, got {tuple(mean.shape)}.")

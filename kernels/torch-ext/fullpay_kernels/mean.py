@@ -21,6 +21,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .checks import check_devices, check_keys, check_segments, check_width_and_dtype
+from .compiled import uncompiled
 from .config import architecture, interpreted, padded
 from .launch import on, packed
 from .tiles import load_tile, multiply, run_of, store_tile, three_runs
@@ -159,6 +161,7 @@ class _Mean(torch.autograd.Function):
         return range_sums(grad, inverse, alive, ctx.n_keys, exact=False, **ctx.back), *[None] * 5
 
 
+@uncompiled
 def visible_mean(
     value: Tensor,
     *,
@@ -177,13 +180,17 @@ def visible_mean(
 
     Returns:
         (B, G, N or 1, Dv) in the dtype of `value`: one row where all queries see the same.
+
+    Raises:
+        ValueError: for tensors or options that do not fit, as "expected ..., got ...".
     """
+    check_width_and_dtype("value", value)
+    check_devices(value, {"keys": keys, "cu_seqlens": cu_seqlens})
+    check_segments(cu_seqlens)
     device, n_keys = value.device, value.shape[2]
     if window is not None and offset is None:
         raise ValueError("window: expected an offset beside it, got None.")
-    if keys is not None and (keys.dtype != torch.bool or keys.shape != (value.shape[0], n_keys)):
-        expected = (value.shape[0], n_keys)
-        raise ValueError(f"keys: expected bool of shape {expected}, got {keys.dtype} {tuple(keys.shape)}.")
+    check_keys(keys, value.shape[0], n_keys)
     rows = 1 if offset is None and cu_seqlens is None else n_queries
     place = torch.arange(rows, device=device)
     stops = torch.full_like(place, n_keys) if offset is None else (place + offset + 1).clamp(0, n_keys)

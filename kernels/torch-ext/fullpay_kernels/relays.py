@@ -19,9 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .checks import check_tensors
+from .compiled import uncompiled
 from .launch import Call, Segments, run_delta, run_forward, run_keys, run_queries
 
 
+@uncompiled
 def relay_attention(
     query: Tensor,
     key: Tensor,
@@ -48,8 +51,6 @@ def relay_attention(
     Returns:
         (B, H, N, Dv) in the dtype of query.
     """
-    from .api import check_tensors
-
     check_tensors(query, key, value, keys)
     if query.shape[2] != key.shape[2]:
         raise ValueError(f"key: expected as many keys as queries, {query.shape[2]}, got {key.shape[2]}.")

@@ -210,5 +210,10 @@ def squash(product, scaling, bias, centre, rate, amplitude, TANH: tl.constexpr, 
             scores -= centre
         scores *= rate
         squashed = tanh(scores, FAST)
-        return squashed * (amplitude * LOG2E), squashed, scores
+        z = squashed * (amplitude * LOG2E)
+        if bias is not None:  # a bias of -inf hides the pair, here too; 0 * inf must not reach the gradient of the rate
+            hidden = scores == float("-inf")
+            z = tl.where(hidden, float("-inf"), z)
+            scores = tl.where(hidden, 0.0, scores)
+        return z, squashed, scores
     return scores * LOG2E, scores, scores

@@ -62,11 +62,18 @@ def blend(attended: Tensor, mean: Tensor, share: Tensor) -> Tensor:
     """
     heads, groups = attended.shape[1], mean.shape[1]
     # Expanded also because PyTorch lets a scalar tensor take the lower precision of what it multiplies.
-    share = share.expand(torch.broadcast_shapes(share.shape, (1, heads, 1, 1)))
+    share = share[(None,) * (4 - share.dim())].expand(-1, heads, -1, -1)
+    # A step of decoding is felt in every operation.
+    mix = _Blend.apply if torch.is_grad_enabled() else _blend
     if heads == groups:
-        return _Blend.apply(attended, mean, share)
+        return mix(attended, mean, share)
     grouped = attended.unflatten(1, (groups, -1))
-    return _Blend.apply(grouped, mean[:, :, None], share.unflatten(1, (groups, -1))).flatten(1, 2)
+    return mix(grouped, mean[:, :, None], share.unflatten(1, (groups, -1))).flatten(1, 2)
+
+
+def _blend(attended: Tensor, mean: Tensor, share: Tensor) -> Tensor:
+    wide = accumulate(attended.dtype)
+    return torch.lerp(attended.to(wide), mean.to(wide), share.to(wide)).to(attended.dtype)
 
 
 class _Blend(torch.autograd.Function):
@@ -75,8 +82,7 @@ class _Blend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, attended: Tensor, mean: Tensor, share: Tensor) -> Tensor:
         ctx.save_for_backward(attended, mean, share)
-        wide = accumulate(attended.dtype)
-        return torch.lerp(attended.to(wide), mean.to(wide), share.to(wide)).to(attended.dtype)
+        return _blend(attended, mean, share)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

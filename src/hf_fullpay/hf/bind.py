@@ -20,6 +20,7 @@ from hf_fullpay.core.warning import warn
 from hf_fullpay.hf.forward import BINDING, CARRIER, Layer, plan_of
 from hf_fullpay.hf.grid import OTHERS, attach_grid, gridless
 from hf_fullpay.hf.hosts import check_host
+from hf_fullpay.hf.running import pass_past, takes_past
 from hf_fullpay.hf.swin import attach_swin, is_swin
 from hf_fullpay.plan import PRESETS, AttentionPlan
 from hf_fullpay.reach import Full
@@ -71,7 +72,10 @@ def _tell(model: PreTrainedModel) -> None:
     for (path, module), index in zip(unbound, indices, strict=True):
         _refuse_needs(label, path, module, plans[index])
         _check_heads(label, module, model.config, plans[index])
-        setattr(module, BINDING, Layer(name, plans[index], index, total, label, plan.host, warned))
+        layer = Layer(name, plans[index], index, total, label, plan.host, warned)
+        setattr(module, BINDING, layer)
+        if takes_past(module, layer.plan):
+            layer.hook = module.register_forward_pre_hook(pass_past, with_kwargs=True)
         if is_swin(module):
             attach_swin(module)
 
@@ -103,8 +107,10 @@ def _asks_registry(kind: Any) -> bool:
 def unbind(model: nn.Module) -> None:
     """Forget what modules were told; they are ordinary again."""
     for module in model.modules():
-        module.__dict__.pop(BINDING, None)
+        layer: Layer | None = module.__dict__.pop(BINDING, None)
         module.__dict__.pop(OTHERS, None)
+        if layer is not None and layer.hook is not None:
+            layer.hook.remove()
 
 
 def holds_strengths(module: nn.Module) -> bool:

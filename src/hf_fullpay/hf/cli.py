@@ -17,10 +17,17 @@ from hf_fullpay.plan import PRESETS, AttentionPlan, with_options
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command; 0 when it worked, 2 with one sentence on the error output when the input was wrong."""
+    """Run a command; 0 when it worked, 2 with one sentence on the error output when the input was wrong, 141 (as a
+    shell has it) when nobody reads the output any more."""
     options = _parser().parse_args(arguments)
     try:
-        return options.run(options)
+        code = options.run(options)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # What is still buffered would fail once more when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except SafetensorError as error:
         print(f"hf-fullpay {options.command}: expected readable weights, got a damaged file: {error}", file=sys.stderr)
         return 2

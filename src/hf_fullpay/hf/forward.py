@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from hf_fullpay.attend import attend
+from hf_fullpay.backends import chosen
 from hf_fullpay.core.shapes import check_shapes, split_mask
 from hf_fullpay.core.visible import Visible
 from hf_fullpay.core.warning import warn
@@ -24,6 +26,7 @@ PLAN = "fullpay"  # where a config carries its plan
 BINDING = "fullpay_layer"
 STRENGTHS = "fullpay"
 INPUT = "fullpay_input"  # the keyword that brings a gate the input of its layer
+PAST = "fullpay_past"  # the keyword that brings a floor the cache of its layer; see `running`
 # What a model may ask of its attention and we do not compute.
 REFUSED = {
     "softcap": "soft-capped scores",
@@ -46,6 +49,7 @@ class Layer:
         model: class name of the model, for messages.
         host: the attention of Transformers that computes the softmax part of all layers, if the plan names one.
         warned: lengths that a shortfall was told for, shared by all layers of the model.
+        hook: what hands the cache to a floor; see `running`.
     """
 
     name: str
@@ -55,6 +59,7 @@ class Layer:
     model: str
     host: str | None = None
     warned: set[int] = field(default_factory=set)
+    hook: RemovableHandle | None = None
 
 
 def make_forward(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
@@ -94,18 +99,25 @@ def make_forward(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
             "given": {name: offered[name] for name in layer.plan.inputs if offered.get(name) is not None},
             "dropout": dropout,
         }
-        hosted = None
-        if layer.host is not None and not _wants_weights(kwargs):
-            hosted = run_host(
-                layer.host, module, query, key, value, attention_mask, scaling=scaling, dropout=dropout,
-                is_causal=is_causal, **({} if position_bias is None else {"position_bias": position_bias}), **kwargs,
-            )  # fmt: skip
+        past = kwargs.pop(PAST, None)
         # Sums, means and the tanh must stay in FP32; what may run in BF16 has that type already.
         with torch.autocast(query.device.type, enabled=False):
-            if _wants_weights(kwargs):
+            if _wants_weights(kwargs) or chosen() == "reference":
+                if past is not None:
+                    past.refuse_weights()
                 output, weights = reference_attention(query, key, value, **arguments)
-                return output.transpose(1, 2).contiguous(), weights
-            return attend(query, key, value, **arguments, hosted=hosted).transpose(1, 2).contiguous(), None
+                return output.transpose(1, 2).contiguous(), weights if _wants_weights(kwargs) else None
+            hosted = None
+            if layer.host is not None:
+                kwargs.pop(INPUT, None)
+                kwargs |= {} if position_bias is None else {"position_bias": position_bias}
+                hosted = run_host(
+                    layer.host, module, query, key, value, attention_mask,
+                    scaling=scaling, dropout=dropout, is_causal=is_causal, **kwargs,
+                )  # fmt: skip
+            past = None if past is None else past.sums(value, allowed)
+            output = attend(query, key, value, **arguments, hosted=hosted, past=past)
+            return output.transpose(1, 2).contiguous(), None
 
     forward.__name__ = forward.__qualname__ = name
     return forward
@@ -223,14 +235,15 @@ def pass_input(
 
 
 def _warn_shortfall(layer: Layer, queries: int, n_keys: int) -> None:
-    """Once per model and length. A step of generation continues a prompt that was told already."""
+    """Once per model and doubling of the length, for a floor that cannot be met over n keys is met even less over more:
+    every new length of a batch would flood. A step of generation continues a prompt that was told already."""
     payment = layer.plan.payment
     if torch.compiler.is_compiling() or not isinstance(payment, Budget) or queries == 1 < n_keys:
         return
-    if n_keys in layer.warned:
+    if n_keys < 2 * max(layer.warned, default=0):
         return
-    layer.warned.add(n_keys)
     if shortfall := payment.shortfall(n_keys):
+        layer.warned.add(n_keys)
         warn(f"{layer.model}: {shortfall}")
 
 
