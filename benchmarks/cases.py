@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_fullpay import PRESETS, AttentionPlan, Band, attention
+from hf_fullpay import PRESETS, AttentionPlan, Band, attention, backend
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHAPES = {512: (8, 12), 2048: (1, 12), 4096: (1, 12)}  # batch, heads by length
@@ -69,6 +69,24 @@ def preset(name: str, is_causal: bool) -> Candidate:
         return attention(query, key, value, plan=plan, is_causal=is_causal, given=given(plan, key.shape[2]))
 
     return Candidate(name, is_causal, run, truth_of(plan, is_causal))
+
+
+def under(chosen: str, plan: AttentionPlan, where: bool | str) -> Call:
+    """A plan on one backend."""
+
+    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        with backend(chosen):
+            return attention(query, key, value, plan=plan, is_causal=where, given=given(plan, key.shape[2]))
+
+    return run
+
+
+def reach_mask(plan: AttentionPlan, is_causal: bool, n: int) -> Tensor:
+    """(n, n) bool: the pairs of a plan's reach, read from the reference."""
+    zeros = torch.zeros(1, 1, n, 1)
+    softmax = AttentionPlan(reach=plan.reach)
+    options: dict[str, Any] = {"plan": softmax, "is_causal": is_causal, "given": given(softmax, n)}
+    return attention(zeros, zeros, zeros, **options, return_weights=True)[1][0, 0] > 0
 
 
 def truth_of(plan: AttentionPlan, is_causal: bool) -> Call:

@@ -18,13 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cases import Call, Candidate, given, inputs, truth_of
+from cases import Call, Candidate, inputs, truth_of, under
 from checks import wrong_preset
-from flex import flex_call
 from gpu_cases import PLAIN, SHAPES, Contender, Group, Shape, contenders, groups, plan_of
 from growth import step
-from hf_fullpay import attention
-from kernel_calls import triton_call
 from limits import flops, pairs, share, traffic
 from timing import Stopwatch, interleaved, ratios
 
@@ -139,15 +136,8 @@ def candidate_of(contender: Contender, is_causal: bool, decode: bool) -> Candida
     where = "lower_right" if decode and is_causal else is_causal
     if contender.backend in BACKENDS:
         run = _sdpa(BACKENDS[contender.backend], is_causal and not decode)
-    elif contender.backend == "torch":
-
-        def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return attention(query, key, value, plan=plan, is_causal=where, given=given(plan, key.shape[2]))
-
-    elif contender.backend == "triton":
-        run = triton_call(plan, is_causal, decode)
-    elif contender.backend == "flex":
-        run = flex_call(plan, is_causal)
+    elif contender.backend in ("torch", "triton", "flex"):
+        run = under(contender.backend, plan, where)
     elif contender.backend == "flash_window":
         run = _flash_window(plan.reach.size)
     else:

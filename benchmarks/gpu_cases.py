@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cases import DIRECTIONS, allows
-from flex import cannot
 from hf_fullpay import PRESETS, AttentionPlan, Softmax
-from kernel_calls import cannot_decode, cannot_run
+from hf_fullpay.backends import lacks
 
 PLAIN = "plain"
 SDPA = ("cudnn", "flash", "efficient", "math")
@@ -88,8 +87,8 @@ def contenders(names: Sequence[str] | None, is_causal: bool, decode: bool) -> It
             continue
         if name != PLAIN:
             yield Contender(name, "torch")
-        yield Contender(name, "triton", cannot_decode(plan) if decode else cannot_run(plan))
-        yield Contender(name, "flex", "one query: not compared" if decode else cannot(plan))
+        yield Contender(name, "triton", lacks("triton", plan) or "")
+        yield Contender(name, "flex", "one query: not compared" if decode else lacks("flex", plan) or "")
         if plan.reach.kind == "band" and isinstance(plan.payment, Softmax) and not decode:
             yield Contender(name, "flash_window")
             yield Contender(name, "flash_attn")

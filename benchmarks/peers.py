@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import shutil
 from collections.abc import Sequence
 from functools import cache
 
@@ -15,10 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cases import Call, Candidate, allows, truth_of
-from flex import MASKS, cannot, flex_call, reach_mask
+from cases import Call, Candidate, allows, reach_mask, truth_of, under
 from hf_fullpay import PRESETS, AttentionPlan, Band, Full
+from hf_fullpay.backends import LACKS, lacks
+from hf_fullpay.fast.flex import has_compiler
 
+MASKS = ("band", "windows", "window_global")  # reaches that are a mask of pairs
 NORMALIZERS = "hf-attention-normalizers"
 
 
@@ -32,7 +33,7 @@ def peers(names: Sequence[str] | None, device: str, flex_names: Sequence[str] | 
         for is_causal in (False, True):
             if not allows(plan, is_causal):
                 continue
-            if not isinstance(plan.reach, Full) and plan.reach.kind in MASKS:
+            if plan.reach.kind in MASKS:
                 found.append(masked(f"sdpa_mask:{name}", AttentionPlan(reach=plan.reach), is_causal))
             left_out = flex_names is not None and name not in flex_names
             found.append(flexed(name, is_causal, device, "left out by --quick" if left_out else ""))
@@ -83,11 +84,11 @@ def masked(name: str, plan: AttentionPlan, is_causal: bool) -> Candidate:
 def flexed(name: str, is_causal: bool, device: str, reason: str = "") -> Candidate:
     """FlexAttention for a preset; on the CPU it has no gradients and needs a C++ compiler."""
     plan = PRESETS[name]
-    reason = reason or cannot(plan)
-    if not reason and device == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
-        reason = "no C++ compiler"
+    reason = reason or lacks("flex", plan) or ""
+    if not reason and device == "cpu" and not has_compiler():
+        reason = LACKS["flex"]["no compiler"]
     here = {"has_backward": device != "cpu", "backend": "inductor", "reason": reason}
-    run = None if reason else flex_call(plan, is_causal)
+    run = None if reason else under("flex", plan, is_causal)
     return Candidate(f"flex:{name}", is_causal, run, truth_of(plan, is_causal), **here)
 
 

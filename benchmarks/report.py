@@ -16,6 +16,7 @@ from typing import Any
 
 from gpu_table import gpu
 from hf_fullpay import PRESETS
+from hf_fullpay.backends import LACKS, lacks
 from plot import draw, is_stale, points
 
 ROOT = Path(__file__).parent.parent
@@ -60,6 +61,21 @@ def presets() -> str:
     """Name, plan and promise over 512 keys."""
     rows = [[f"`{name}`", plan.describe(), "; ".join(plan.promises(512)) or "none"] for name, plan in PRESETS.items()]
     return table(["name", "what it does", "promise over 512 visible keys"], rows)
+
+
+def backends() -> str:
+    """What each backend is, serves and refuses."""
+    computed = {
+        "reference": "dense formulas, N x M memory", "torch": "PyTorch operations, linear memory",
+        "sdpa": "one `scaled_dot_product_attention` and a mean", "flex": "FlexAttention, compiled at the first call",
+        "triton": "the kernels of `fullpay_kernels`",
+    }  # fmt: skip
+    rows = []
+    for name, words in computed.items():
+        served = [f"`{preset}`" for preset, plan in PRESETS.items() if lacks(name, plan) is None]
+        every = len(served) == len(PRESETS)
+        rows.append([f"`{name}`", words, "all" if every else ", ".join(served), "; ".join(LACKS[name].values()) or "-"])
+    return table(["backend", "computes with", "presets", "refuses, because"], rows)
 
 
 def speed() -> str:
@@ -196,7 +212,8 @@ def _load(name: str) -> Any:
 
 
 TABLES = {
-    "presets": presets, "speed": speed, "peers": peers, "growth": growth, "memory": memory, "demo": demo, "gpu": gpu_page,
+    "backends": backends, "presets": presets, "speed": speed, "peers": peers, "growth": growth, "memory": memory,
+    "demo": demo, "gpu": gpu_page,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ Dimensions: B batch, H query heads, G key/value heads, N queries, M keys, D and 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ def flexible_attention(
     attend: Any = flex_attention if torch.compiler.is_compiling() else _compiled(query.device.type)
     with torch._dynamo.config.patch(recompile_limit=KINDS_OF_CALL):
         out = attend(
-            query, key, value, score_mod=score, block_mask=_block_mask(visible, query), scale=scaling,
+            query, key, value, score_mod=score, block_mask=_block_mask(visible), scale=scaling,
             enable_gqa=query.shape[1] != key.shape[1],
         )  # fmt: skip
     return torch.where(visible.counts() > 0, out, 0.0)
@@ -98,29 +98,63 @@ def _squash(rate: Tensor, amplitude: Tensor, centre: Tensor) -> Callable[..., Te
     return score
 
 
-def _block_mask(visible: Visible, query: Tensor) -> BlockMask | None:
+def _block_mask(visible: Visible) -> BlockMask | None:
     """Blocks within causality and window, and the function that decides about pairs inside them."""
-    keys, dense, offset, window = visible.keys, visible.dense, visible.offset, visible.window
-    if keys is None and dense is None and offset is None:
-        return None
+    pattern = (visible.n_queries, visible.n_keys, visible.offset, visible.window, visible.device)
+    keys, dense = visible.keys, visible.dense
+    if keys is None and dense is None:
+        if visible.offset is None:
+            return None
+        return (_pattern if torch.compiler.is_compiling() else _kept_pattern)(*pattern)
+    inside = _pairs(visible.offset, visible.window)
 
     def pairs(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        seen = j >= 0
-        if offset is not None:
-            seen = seen & (j <= i + offset)
-            if window is not None:
-                seen = seen & (j > i + offset - window)
+        seen = inside(b, h, i, j)
         if keys is not None:
             seen = seen & keys[b, j]
         if dense is not None:
             seen = seen & dense[b if dense.shape[0] > 1 else 0, h if dense.shape[1] > 1 else 0, i, j]
         return seen
 
-    rows, columns = -(-visible.n_queries // BLOCK), -(-visible.n_keys // BLOCK)
-    first = torch.arange(rows, device=query.device)[:, None] * BLOCK
-    left = torch.arange(columns, device=query.device)[None] * BLOCK
-    some = torch.ones(rows, columns, dtype=torch.bool, device=query.device)
-    every = some if keys is None and dense is None else ~some
+    return _blocks(*pattern, pairs, whole=False)
+
+
+def _pairs(offset: int | None, window: int | None) -> Callable[..., Tensor]:
+    def pairs(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        seen = j >= 0
+        if offset is not None:
+            seen = seen & (j <= i + offset)
+            if window is not None:
+                seen = seen & (j > i + offset - window)
+        return seen
+
+    return pairs
+
+
+def _pattern(queries: int, keys: int, offset: int | None, window: int | None, device: torch.device) -> BlockMask:
+    """The block mask of causality and window alone."""
+    return _blocks(queries, keys, offset, window, device, _pairs(offset, window), whole=True)
+
+
+_kept_pattern = lru_cache(maxsize=32)(_pattern)  # building one takes as long as attention over a thousand tokens
+
+
+def _blocks(
+    queries: int,
+    keys: int,
+    offset: int | None,
+    window: int | None,
+    device: torch.device,
+    pairs: Callable[..., Tensor],
+    *,
+    whole: bool,
+) -> BlockMask:
+    """Blocks that hold visible pairs; with `whole`, those that hold no other are not looked at pair by pair."""
+    rows, columns = -(-queries // BLOCK), -(-keys // BLOCK)
+    first = torch.arange(rows, device=device)[:, None] * BLOCK
+    left = torch.arange(columns, device=device)[None] * BLOCK
+    some = torch.ones(rows, columns, dtype=torch.bool, device=device)
+    every = some & whole
     if offset is not None:
         some = left <= first + BLOCK - 1 + offset
         every = every & (left + BLOCK - 1 <= first + offset)
@@ -128,11 +162,9 @@ def _block_mask(visible: Visible, query: Tensor) -> BlockMask | None:
             some = some & (left + BLOCK - 1 > first + offset - window)
             every = every & (left > first + BLOCK - 1 + offset - window)
     # A block that reaches past the end is decided pair by pair.
-    every = every & (first + BLOCK <= visible.n_queries) & (left + BLOCK <= visible.n_keys)
+    every = every & (first + BLOCK <= queries) & (left + BLOCK <= keys)
     partial, full = (_listed(blocks) for blocks in (some & ~every, every))
-    return BlockMask.from_kv_blocks(
-        *partial, *full, BLOCK_SIZE=BLOCK, mask_mod=pairs, seq_lengths=(visible.n_queries, visible.n_keys)
-    )
+    return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=pairs, seq_lengths=(queries, keys))
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
