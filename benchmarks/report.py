@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_table import gpu
-from hf_fullpay import PRESETS
+from hf_fullpay import PRESETS, Blocks
 from hf_fullpay.backends import LACKS, lacks
 from plot import draw, is_stale, points
 
@@ -61,6 +61,17 @@ def presets() -> str:
     """Name, plan and promise over 512 keys."""
     rows = [[f"`{name}`", plan.describe(), "; ".join(plan.promises(512)) or "none"] for name, plan in PRESETS.items()]
     return table(["name", "what it does", "promise over 512 visible keys"], rows)
+
+
+def saved() -> str:
+    """Share of the products q . k that the blocks of the preset do not compute."""
+    reach, lengths = PRESETS["fullpay_block"].reach, (512, 1024, 4096, 16384)
+    assert isinstance(reach, Blocks)
+    rows = [
+        [word, *(f"{100 * reach.scores_saved(n, causal=word == 'causal'):.0f}%" for n in lengths)]
+        for word in ("full", "causal")
+    ]
+    return table(["scores saved by `fullpay_block`", *(f"n = {n:,}" for n in lengths)], rows)
 
 
 def backends() -> str:
@@ -212,8 +223,8 @@ def _load(name: str) -> Any:
 
 
 TABLES = {
-    "backends": backends, "presets": presets, "speed": speed, "peers": peers, "growth": growth, "memory": memory,
-    "demo": demo, "gpu": gpu_page,
+    "backends": backends, "presets": presets, "saved": saved, "speed": speed, "peers": peers, "growth": growth,
+    "memory": memory, "demo": demo, "gpu": gpu_page,
 }  # fmt: skip
 
 if __name__ == "__main__":

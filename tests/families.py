@@ -9,10 +9,23 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from hf_fullpay import Band, Blocks, Chunks, WindowGlobal, Windows
+
 VOCABULARY = 97
 TEXT = ("llama", "gpt2", "bert")
 FAMILIES = (*TEXT, "vit")
 CAUSAL = ("llama", "gpt2")
+SHORT = 4
+# Short enough to cut a sentence of nine tokens.
+SHORT_REACH = {
+    Band: Band(SHORT), Blocks: Blocks(SHORT), Chunks: Chunks(SHORT, 1, exchange=0.3),
+    WindowGlobal: WindowGlobal(SHORT), Windows: Windows(2),
+}  # fmt: skip
+
+
+def shortened(reach: Any) -> Any:
+    """A reach cut to a few tokens; a full one as it is."""
+    return SHORT_REACH.get(type(reach), reach)
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,14 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from families import shortened
 from hf_fullpay import (
     PRESETS,
     AttentionPlan,
     Band,
+    Blocks,
     Bounded,
+    Chunks,
     Clamp,
     DynamicScale,
     Full,
@@ -33,7 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::hf_fullpay.FullPayWarning")
 # Presets with a small band and strong settings, so that what they do shows on a few tokens; and options of no preset.
 PLANS = {
     **{
-        name: plan if isinstance(plan.reach, Full) else replace(plan, reach=replace(plan.reach, size=4))
+        name: replace(plan, reach=shortened(plan.reach))
         for name, plan in PRESETS.items()
         if not plan.reach.misfit(cross=False, causal=True, image=False)
     },
@@ -50,6 +53,20 @@ PLANS = {
     "window of blocks": AttentionPlan(
         WindowGlobal(4, random_blocks=2), Bounded(bound=1.0), Clamp(floor=None, budget=0.3)
     ),
+    "relays and budget": AttentionPlan(
+        Blocks(3), payment=Mixture(floor=None, budget=(0.3, 0.1, 0.9, 0.0), pay="reach")
+    ),
+    "relays and gain": AttentionPlan(Blocks(5), DynamicScale(alpha=(1.0, -1.0, 0.0, 2.0))),
+    "bounded relays": AttentionPlan(
+        Blocks(4), Bounded(bound=(1.0, 2.0, math.inf, 0.5), temperature=1.0), Mixture(budget=0.2)
+    ),
+    "bounded relays, no centre": AttentionPlan(Blocks(2), Bounded(bound=1.0, centre="none")),
+    "sharpened relays": AttentionPlan(Blocks(4), Bounded(bound=1.0, slope="sharpen", temperature=0.5)),
+    "rescaled relays": AttentionPlan(Blocks(3), Bounded(bound=3.0, slope="rescale", temperature=1.0)),
+    "chunks and budget": AttentionPlan(
+        Chunks(5, 3, exchange=(0.2, 0.5, 0.0, 1.0), learnable=False), payment=Mixture(budget=0.2)
+    ),
+    "chunks and gain": AttentionPlan(Chunks(3, 0), DynamicScale(alpha=(1.0, -1.0, 0.0, 2.0))),
     "all at once": AttentionPlan(Band(5), Bounded(bound=1.0), Clamp(floor=None, budget=0.3)),
 }
 MASKS = (
@@ -113,7 +130,7 @@ def seen(plan, kind, n, m, query):
 
 
 def applies(plan, kind, n, m):
-    """A window places queries by causality or their last key; without either they must be one, or as many as the keys."""
+    """Causality or the last key places a query of a local reach; without either it must be one, or as many as the keys."""
     return isinstance(plan.reach, Full) or n in (1, m) or kind not in ("none", "left", "right")
 
 
@@ -125,7 +142,7 @@ CASES = pytest.mark.parametrize(("name", "kind"), [(name, kind) for name in PLAN
 def test_fast_equals_reference(name, kind, n, m):
     plan = PLANS[name]
     if not applies(plan, kind, n, m):
-        with pytest.raises(ValueError, match=r"band|window"):
+        with pytest.raises(ValueError, match=r"band|blocks|window"):
             attention(*tensors(n, m), plan=plan, **mask(kind, n, m))
         return
     leaves = [t.requires_grad_() for t in tensors(n, m)]
@@ -157,7 +174,7 @@ def test_rows_floor_order_and_hidden_keys(name, kind):
         floor = torch.full_like(counts, math.inf if plan.payment.floor is None else plan.payment.floor)
         promised = torch.minimum(floor, budget / counts.clamp_min(1)).expand_as(weights)
         assert (weights[paid & some[..., None]] >= promised[paid & some[..., None]] - 1e-12).all()
-    if not isinstance(plan.payment, Clamp):
+    if isinstance(plan.reach, Full | Band) and not isinstance(plan.payment, Clamp):
         bias = mask(kind, n, n).get("visible")
         scores = query @ key.repeat_interleave(2, 1).mT / math.sqrt(8)
         if kind == "additive":
@@ -385,6 +402,8 @@ def eager_in(dtype, query, key, value, *, plan):
     from hf_fullpay.payment.clamp import clamp_weights, floor_of
     from hf_fullpay.payment.mixture import mixture_weights
     from hf_fullpay.payment.softmax import softmax_weights
+    from hf_fullpay.reach.blocks import relayed_scores
+    from hf_fullpay.reach.chunks import chunk_weights
     from hf_fullpay.scores.bounded import bounded_scores
     from hf_fullpay.scores.dynamic_scale import dynamic_gain
 
@@ -395,10 +414,20 @@ def eager_in(dtype, query, key, value, *, plan):
     scores = (query @ key.repeat_interleave(2, 1).mT * query.shape[-1] ** -0.5).float()
     if isinstance(plan.scores, DynamicScale):
         scores = (scores * dynamic_gain(row(plan.scores.start()), plan.scores.max_scale)).to(dtype).float()
+    slots, origin = torch.arange(n)[:, None], torch.zeros(1, 1, dtype=torch.long)
+    if isinstance(plan.reach, Blocks):
+        scores = relayed_scores(scores, visible, slots, origin, plan.reach.size).to(dtype).float()
     if isinstance(plan.scores, Bounded):
         options = {name: getattr(plan.scores, name) for name in ("centre", "temperature", "slope")}
         scores = bounded_scores(scores, visible, bound=row(plan.scores.limit), **options).to(dtype).float()
-    weights = softmax_weights(scores, visible).to(dtype).float()
+    if isinstance(plan.reach, Chunks):
+        options = {"size": plan.reach.size, "stride": plan.reach.stride, "exchange": row(plan.reach.exchange)}
+        weights = chunk_weights(
+            scores, visible, slots, origin, torch.ones(1, 1, dtype=torch.bool), softmax=softmax_weights, **options
+        )
+    else:
+        weights = softmax_weights(scores, visible)
+    weights = weights.to(dtype).float()
     if isinstance(plan.payment, Mixture):
         paid = visible if plan.payment.pay == "reach" else paid
         weights = mixture_weights(weights, paid, floor=plan.payment.floor, budget=row(plan.payment.budget))
@@ -488,7 +517,7 @@ def test_all_mask_formats_agree(name):
 
 def one_head(plan, head):
     changes = {}
-    for part in ("scores", "payment"):
+    for part in ("reach", "scores", "payment"):
         options = {k: v[head] for k, v in vars(getattr(plan, part)).items() if isinstance(v, tuple)}
         changes[part] = replace(getattr(plan, part), **options)
     return replace(plan, **changes)

@@ -9,7 +9,11 @@ from safetensors import safe_open
 
 from hf_fullpay import AttentionPlan, Bounded, Clamp, DynamicScale, Mixture, Plain, Softmax
 from hf_fullpay.attend import attend
+from hf_fullpay.core.places import query_slots
 from hf_fullpay.core.visible import Visible
+from hf_fullpay.fast.relays import relay_attention
+from hf_fullpay.payment.softmax import softmax_weights
+from hf_fullpay.reach.blocks import relayed_scores
 from hf_fullpay.reference import reference_attention
 
 FILES = sorted((Path(__file__).parent / "oracle").glob("*.safetensors"))
@@ -32,10 +36,10 @@ def plan_of(written):
 
 
 def test_all_files_are_there():
-    assert len(FILES) == 81
+    assert len(FILES) == 85
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [path for path in FILES if "visible" in load(path)[1]], ids=lambda path: path.stem)
 @pytest.mark.parametrize("run", [reference_attention, attend], ids=["reference", "fast"])
 def test_agrees_to_1e_10(path, run):
     written, tensors = load(path)
@@ -57,3 +61,30 @@ def test_agrees_to_1e_10(path, run):
         torch.testing.assert_close(
             leaf.grad, tensors[f"grad_{name}"], rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+def reference_relays(query, key, value, allowed, size):
+    """The reference's steps with blocks counted from slot 0, as the files have it, pads included."""
+    visible = allowed.to_dense()
+    scores = query @ key.mT * query.shape[-1] ** -0.5
+    scores = relayed_scores(scores, visible, query_slots(allowed), torch.zeros(1, 1, 1, 1, dtype=torch.long), size)
+    return softmax_weights(scores, visible) @ value
+
+
+def fast_relays(query, key, value, allowed, size):
+    return relay_attention(query, key, value, visible=allowed, size=size, scaling=query.shape[-1] ** -0.5, origin=0)
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.stem.startswith("block")], ids=lambda path: path.stem)
+@pytest.mark.parametrize("run", [reference_relays, fast_relays])
+def test_relays_agree_to_1e_10(path, run):
+    """The files count blocks from slot 0 in a padded row too; attention itself counts from the first token."""
+    written, tensors = load(path)
+    leaves = {name: tensors[name].requires_grad_() for name in ("query", "key", "value")}
+    n, keys = tensors["query"].shape[2], tensors["keep_keys"].bool()
+    offset = 0 if "causal" in path.stem else None
+    output = run(*leaves.values(), Visible(n, n, keys.device, keys=keys, offset=offset), written["size"])
+    torch.testing.assert_close(output, tensors["output"], rtol=0, atol=1e-10)
+    (output * tensors["probe"]).sum().backward()
+    for name, leaf in leaves.items():
+        torch.testing.assert_close(leaf.grad, tensors[f"grad_{name}"], rtol=0, atol=1e-10)

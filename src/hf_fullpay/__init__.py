@@ -18,7 +18,7 @@ from hf_fullpay.hf.register import register, register_presets
 from hf_fullpay.hf.sliding import sliding_cache
 from hf_fullpay.payment import Clamp, Mixture, Softmax
 from hf_fullpay.plan import PRESETS, AttentionPlan
-from hf_fullpay.reach import Band, Full, WindowGlobal, Windows
+from hf_fullpay.reach import Band, Blocks, Chunks, Full, WindowGlobal, Windows
 from hf_fullpay.scores import Bounded, DynamicScale, Plain
 
 __all__ = [
@@ -26,7 +26,9 @@ __all__ = [
     "PRESETS",
     "AttentionPlan",
     "Band",
+    "Blocks",
     "Bounded",
+    "Chunks",
     "Clamp",
     "DynamicScale",
     "Full",

@@ -7,10 +7,12 @@ Dimensions: B batch, H query heads, G key/value heads (G divides H), N queries, 
     dynamic scale         host             host + mean               tiles
     bounded               tiles            tiles + mean              tiles
 
-host is torch's scaled_dot_product_attention (chunked for a band), tiles recomputes scores in tiles of rows, mean is the
-mean of visible values, linear in N (decoding: from a running sum). Windows are cut into pieces first, and each piece goes
-that way (where the model itself brings a mask or a bias of pairs, the reach joins that mask instead). FlexAttention or
-our Triton kernels take the place of both where `backends` says so. Asked for weights, the dense reference answers.
+Blocks go through relays and chunks through chunks, with the mean beside them for a mixture; a mask of pairs or a bias
+sends both to the reference. Windows are cut into pieces, and each piece goes its way by the table (where the model itself
+brings a mask or a bias of pairs, the reach joins that mask instead). host is torch's scaled_dot_product_attention (chunked
+for a band), tiles recomputes scores in tiles of rows, mean is the mean of visible values, linear in N (decoding: from a
+running sum). FlexAttention or our Triton kernels take the place of host and tiles where `backends` says so. Asked for
+weights, the dense reference answers.
 """
 
 from __future__ import annotations
@@ -24,15 +26,18 @@ from torch import Tensor
 from hf_fullpay.backends import choose
 from hf_fullpay.core.errors import check_flag, check_number, wrong
 from hf_fullpay.core.numbers import accumulate, to_heads
+from hf_fullpay.core.places import one_row, query_slots
 from hf_fullpay.core.running import RunningSum
 from hf_fullpay.core.shapes import check_shapes, split_mask
 from hf_fullpay.core.visible import Visible
 from hf_fullpay.core.warning import warn
+from hf_fullpay.fast.chunks import chunk_attention
 from hf_fullpay.fast.cut import Cut, Piece, whole
 from hf_fullpay.fast.grid import Grid, grid_cut
 from hf_fullpay.fast.host import host_attention
 from hf_fullpay.fast.kernels import kernel_attention
 from hf_fullpay.fast.mean import blend, visible_mean
+from hf_fullpay.fast.relays import Squash, relay_attention
 from hf_fullpay.fast.sliding import sliding_cut, step_cut
 from hf_fullpay.fast.tiles import tiled_attention
 from hf_fullpay.payment import Clamp, Mixture
@@ -40,7 +45,7 @@ from hf_fullpay.payment.clamp import floor_of
 from hf_fullpay.payment.gate import gated
 from hf_fullpay.payment.mixture import Budget, share
 from hf_fullpay.plan import AttentionPlan, resolve
-from hf_fullpay.reach import Full, Reach, WindowGlobal, Windows, restricted
+from hf_fullpay.reach import Blocks, Chunks, Reach, WindowGlobal, Windows, restricted
 from hf_fullpay.reference import reference_attention
 from hf_fullpay.scores import Bounded, DynamicScale
 from hf_fullpay.scores.bounded import width_and_amplitude
@@ -75,8 +80,8 @@ def attend(
         allowed: the keys that the model's mask allows; the plan's reach cuts it further.
         scaling: factor of the scores.
         bias: added to the scores, broadcastable to (B, H, N, M); its gradient is returned.
-        strengths: learned numbers that take the place of the plan's: "budget", "alpha", "bound" of shape (H,), and
-            "gate", logits of shape (B, H, N, 1).
+        strengths: learned numbers that take the place of the plan's: "budget", "alpha", "bound", "exchange" of shape
+            (H,), and "gate", logits of shape (B, H, N, 1).
         given: what this call brings besides, by the names in `plan.inputs`.
         dropout: probability with which a softmax weight is dropped; the floor is never dropped.
         hosted: (B, H, N, Dv), the softmax part where the plan leaves it to a host.
@@ -88,6 +93,9 @@ def attend(
     """
     strengths = strengths or {}
     backend = "host" if hosted is not None else choose(plan, query, key, value, bias=bias, dropout=dropout)
+    if isinstance(plan.reach, Blocks | Chunks) and backend != "reference":
+        allowed = one_row(allowed)
+        backend = backend if _has_path(query, allowed, bias) else "reference"
     if backend == "reference":
         return reference_attention(
             query, key, value, plan=plan, allowed=allowed, scaling=scaling, bias=bias, strengths=strengths,
@@ -110,16 +118,16 @@ def attend(
 
     if isinstance(plan.payment, Mixture) and not (plan.payment.is_neutral and "budget" not in strengths):
         budget = to_heads("budget", strengths.get("budget", plan.payment.budget), query)
-        everyone = plan.payment.pay == "visible" or isinstance(plan.reach, Full)
-        seen = None if isinstance(plan.reach, Full) else cut.join([piece.visible.counts() for piece in cut.pieces])
+        limited = any(piece.visible is not allowed for piece in cut.pieces)
+        seen = cut.join([piece.visible.counts() for piece in cut.pieces]) if limited else None
         if past is not None:
             counts, mean = past.count, past.mean
-        elif everyone or seen is None:
+        elif plan.payment.pay == "visible" or seen is None:
             counts, mean = allowed.counts(), visible_mean(value, allowed)
         else:
             counts, mean = seen, cut.join([visible_mean(piece.value, piece.visible) for piece in cut.pieces])
         t = share(plan.payment.floor, budget, counts.to(accumulate(query.dtype)))
-        if everyone and seen is not None:
+        if plan.payment.pay == "visible" and seen is not None:
             t = t * (seen > 0)  # a query whose reach is empty gives zeros
         output = blend(output, mean, t)
     if plan.gate:
@@ -162,6 +170,17 @@ def _attend(
     """Softmax or clamped weights over what the queries of a piece see."""
     query, key, value, visible = piece.query, piece.key, piece.value, piece.visible
     rows = _row_numbers(query, key, plan, visible, scaling, bias, strengths)
+    if isinstance(plan.reach, Blocks):
+        return relay_attention(
+            query, key, value, visible=visible, size=plan.reach.size, scaling=scaling, squash=_squash(rows),
+            dropout=dropout,
+        )  # fmt: skip
+    if isinstance(plan.reach, Chunks):
+        exchange = to_heads("exchange", strengths.get("exchange", plan.reach.exchange), query)
+        return chunk_attention(
+            query, key, value, visible=visible, size=plan.reach.size, stride=plan.reach.stride, exchange=exchange,
+            scaling=scaling, dropout=dropout,
+        )  # fmt: skip
     if backend == "flex":
         from hf_fullpay.fast.flex import flexible_attention  # loads the compiler, which most never need
 
@@ -200,6 +219,30 @@ def _row_numbers(
         budget = to_heads("budget", strengths.get("budget", plan.payment.budget), query)
         rows["floor"] = floor_of(plan.payment.floor, budget, counts)
     return rows
+
+
+def _has_path(query: Tensor, allowed: Visible, bias: Tensor | None) -> bool:
+    """Whether blocks and chunks have a fast path for a set; says so where they have none and that costs something."""
+    query_slots(allowed)  # raises where queries have no place
+    if allowed.dense is None and bias is None and (allowed.offset or 0) >= 0:
+        return True
+    if query.shape[2] > 1:
+        warn(
+            "blocks and chunks: a bias or a mask of pairs (four dimensions, packing, a prompt into a static cache) has no "
+            "fast path: this call holds all N x M scores. Key padding and causality alone are fast."
+        )
+    return False
+
+
+def _squash(rows: dict[str, Any]) -> Squash | None:
+    """Bounded scores of blocks. A relay has the mean score of its keys, so the mean over tokens and relays, each as often
+    as it has keys, is that over all keys."""
+    if not rows:
+        return None
+    width = rows["width"]
+    return Squash(
+        rows.get("centre", torch.zeros_like(width)), width, rows.get("amplitude", width), rows.get("rescale", False)
+    )
 
 
 def _mean_score(

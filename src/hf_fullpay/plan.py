@@ -16,7 +16,7 @@ from typing import Any
 from hf_fullpay.core.errors import check_count, check_flag, wrong
 from hf_fullpay.core.numbers import from_json, to_json
 from hf_fullpay.payment import Clamp, Mixture, Payment, Softmax
-from hf_fullpay.reach import Band, Full, Reach, WindowGlobal, Windows
+from hf_fullpay.reach import Band, Blocks, Chunks, Full, Reach, WindowGlobal, Windows
 from hf_fullpay.scores import Bounded, DynamicScale, Plain, Scores
 
 VERSION = 1
@@ -26,7 +26,7 @@ LENGTHS = (128, 512, 2048)  # at which cards and reports state promises
 Layers = str | tuple[int, ...] | tuple[tuple[str, str], ...]  # a table is kept as pairs: hashable, fit for pickling
 
 _KINDS: dict[str, dict[str, Any]] = {
-    "reach": {kind.kind: kind for kind in (Full, Band, WindowGlobal, Windows)},
+    "reach": {kind.kind: kind for kind in (Full, Band, Blocks, Chunks, WindowGlobal, Windows)},
     "scores": {kind.kind: kind for kind in (Plain, Bounded, DynamicScale)},
     "payment": {kind.kind: kind for kind in (Softmax, Mixture, Clamp)},
 }
@@ -38,7 +38,7 @@ class AttentionPlan:
     """How the layers of a model pay attention.
 
     Args:
-        reach: which keys a query sees: Full, Band, WindowGlobal or Windows.
+        reach: which keys a query sees: Full, Band, Blocks, Chunks, WindowGlobal or Windows.
         scores: how logits are made: Plain, Bounded or DynamicScale.
         payment: how weights are made from logits: Softmax, Mixture or Clamp.
         gate: a learned output gate per head (needs `convert`).
@@ -64,6 +64,7 @@ class AttentionPlan:
                     " or ".join(f"{kind.__name__}(...)" for kind in kinds.values()),
                     value,
                 )
+        _check_together(self.reach, self.scores, self.payment)
         check_flag("AttentionPlan(gate=...)", self.gate)
         if self.host is not None and not (isinstance(self.reach, Full) and isinstance(self.scores, Plain)):
             raise wrong(
@@ -83,7 +84,7 @@ class AttentionPlan:
     @property
     def is_learnable(self) -> bool:
         """Whether `convert` makes parameters for this plan."""
-        return self.gate or any(getattr(part, "learnable", False) for part in (self.scores, self.payment))
+        return self.gate or any(getattr(part, "learnable", False) for part in (self.reach, self.scores, self.payment))
 
     @property
     def host(self) -> str | None:
@@ -163,7 +164,7 @@ class AttentionPlan:
             found.append(
                 f"scores are multiplied by a gain between 0 and {self.scores.max_scale:g}; their order is kept"
             )
-        if not isinstance(self.reach, Full):
+        if isinstance(self.reach, Band | WindowGlobal | Windows):
             paid_outside = isinstance(self.payment, Mixture) and self.payment.pay == "visible"
             outside = (
                 "only the floor comes from outside"
@@ -171,6 +172,8 @@ class AttentionPlan:
                 else "nothing comes from outside, in values and gradients"
             )
             found.append(f"the softmax sees {self.reach.sees}; {outside}")
+        if isinstance(self.reach, Blocks) or (isinstance(self.reach, Chunks) and self.reach.mixes):
+            found.append("every output depends on every visible input; no relay or summary tells of the future")
         return found
 
     def describe(self) -> str:
@@ -183,11 +186,32 @@ class AttentionPlan:
         return ", ".join(words) or "ordinary attention"
 
 
+def _check_together(reach: Reach, scores: Scores, payment: Payment) -> None:
+    """Refuse choices that have no meaning, or no fast path, together."""
+    reason = None
+    if isinstance(reach, Blocks | Chunks) and isinstance(payment, Clamp):
+        reason = (
+            f"{type(reach).__name__} with Mixture or Softmax, since a relay or summary stands for many keys and has no "
+        )
+        reason += "weight of each to lift to a floor"
+    elif isinstance(reach, Chunks) and isinstance(scores, Bounded):
+        reason = (
+            "Chunks with Plain or DynamicScale scores, since a row of several softmaxes has no one centre and length"
+        )
+    elif isinstance(reach, Blocks) and isinstance(scores, Bounded) and scores.centre == "median":
+        reason = (
+            'Blocks with centre="mean" or "none", since a relay knows the mean score of its keys and not each of them'
+        )
+    if reason:
+        parts = ", ".join(type(part).__name__ for part in (reach, scores, payment))
+        raise wrong("AttentionPlan(...)", reason, parts)
+
+
 def _words(part: Any) -> str:
     shown = [
         f"{f.name}={getattr(part, f.name)!r}"
         for f in dataclasses.fields(part)
-        if f.name in ("size", "floor", "budget", "bound", "centre", "temperature", "max_scale")
+        if f.name in ("size", "overlap", "floor", "budget", "bound", "centre", "temperature", "max_scale")
         or getattr(part, f.name) != f.default
     ]
     return f"{type(part).__name__}({', '.join(shown)})"
@@ -272,6 +296,8 @@ _presets: dict[str, AttentionPlan] = {
     ),
     "dynamic_scale": AttentionPlan(scores=DynamicScale(max_scale=2.0)),
     "band_causal": AttentionPlan(reach=Band(128)),
+    "fullpay_block": AttentionPlan(reach=Blocks(128), payment=Mixture(floor=0.01, budget=0.05)),
+    "lia": AttentionPlan(reach=Chunks(size=128, overlap=32)),
     "window_global": AttentionPlan(reach=WindowGlobal(size=256)),
     "shifted_window": AttentionPlan(reach=Windows(size=7)),
 }

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_fullpay.core.numbers import accumulate, to_heads
+from hf_fullpay.core.places import is_causal, origins, query_slots
 from hf_fullpay.core.shapes import repeat_groups
 from hf_fullpay.core.visible import Visible
 from hf_fullpay.payment import Clamp, Mixture
@@ -22,7 +23,9 @@ from hf_fullpay.payment.gate import gated
 from hf_fullpay.payment.mixture import mixture_weights
 from hf_fullpay.payment.softmax import softmax_weights
 from hf_fullpay.plan import AttentionPlan
-from hf_fullpay.reach import restricted
+from hf_fullpay.reach import Blocks, Chunks, restricted
+from hf_fullpay.reach.blocks import relayed_scores
+from hf_fullpay.reach.chunks import chunk_weights
 from hf_fullpay.scores import Bounded, DynamicScale
 from hf_fullpay.scores.bounded import bounded_scores
 from hf_fullpay.scores.dynamic_scale import dynamic_gain
@@ -57,12 +60,21 @@ def reference_attention(
     if isinstance(plan.scores, DynamicScale):
         alpha = to_heads("alpha", strengths.get("alpha", plan.scores.start()), query)
         scores = scores * dynamic_gain(alpha, plan.scores.max_scale)
-    elif isinstance(plan.scores, Bounded):
+    if isinstance(plan.reach, Blocks):
+        scores = relayed_scores(scores, visible, query_slots(allowed), origins(visible), plan.reach.size)
+    if isinstance(plan.scores, Bounded):
         bound = to_heads("bound", strengths.get("bound", plan.scores.limit), query)
         options = {name: getattr(plan.scores, name) for name in ("centre", "temperature", "slope")}
         scores = bounded_scores(scores, visible, bound=bound, **options)
 
-    weights = softmax_weights(scores, visible)
+    if isinstance(plan.reach, Chunks):
+        exchange = to_heads("exchange", strengths.get("exchange", plan.reach.exchange), query)
+        weights = chunk_weights(
+            scores, visible, query_slots(allowed), origins(visible), is_causal(allowed), size=plan.reach.size,
+            stride=plan.reach.stride, exchange=exchange, softmax=softmax_weights,
+        )  # fmt: skip
+    else:
+        weights = softmax_weights(scores, visible)
     # Dropout acts on what the softmax pays, never on the floor.
     drop = torch.nn.Dropout(dropout)
     if isinstance(plan.payment, Mixture):

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from families import inputs, randomise, tiny
-from hf_fullpay import MODELS, AttentionPlan, Band, Bounded, Clamp, DynamicScale, Mixture
+from hf_fullpay import MODELS, AttentionPlan, Band, Blocks, Bounded, Chunks, Clamp, DynamicScale, Mixture
 from hf_fullpay.hf.models import stock_of
 from hf_fullpay.hf.strengths import Strengths
 
@@ -18,6 +18,8 @@ LEARNABLE = {
     "signed budget": AttentionPlan(payment=Mixture(floor=None, budget=-0.1, signed=True, learnable=True)),
     "budget per head": AttentionPlan(payment=Mixture(floor=None, budget=[0.1, 0.2, 0.3, 0.4], learnable=True)),
     "alpha": AttentionPlan(scores=DynamicScale(alpha=0.5), payment=Mixture(budget=0.1)),
+    "exchange": AttentionPlan(Chunks(4, 1, exchange=0.3)),
+    "budget of relays": AttentionPlan(Blocks(4), payment=Mixture(floor=None, budget=0.2, learnable=True)),
     "gate": AttentionPlan(scores=Bounded(bound=1.0), gate=True),
     "all": AttentionPlan(Band(4), DynamicScale(), Mixture(floor=None, budget=0.2, learnable=True), gate=True),
 }

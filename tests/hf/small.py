@@ -1,4 +1,4 @@
-"""Presets on tiny models, with a band short enough to cut a sentence of nine tokens."""
+"""Presets on tiny models, with a reach short enough to cut a sentence of nine tokens."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
-from families import CAUSAL, FAMILIES, build
-from hf_fullpay import PRESETS, AttentionPlan, Full, Mixture, Windows
+from families import CAUSAL, FAMILIES, build, shortened
+from hf_fullpay import PRESETS, AttentionPlan, Mixture
 from hf_fullpay.core.visible import Visible
 from hf_fullpay.hf.bind import layers_of
 from hf_fullpay.hf.forward import CARRIER
 from hf_fullpay.reach import restricted
 
-SHORT = 4
 NEUTRAL = AttentionPlan(payment=Mixture(budget=0.0))
 
 
@@ -43,10 +42,7 @@ def home(name: str) -> str:
 
 def short(name: str) -> AttentionPlan:
     """The plan of a preset, its reach cut to SHORT tokens (a window of two rows and columns for images)."""
-    plan = PRESETS[name]
-    if isinstance(plan.reach, Full):
-        return plan
-    return replace(plan, reach=replace(plan.reach, size=2 if isinstance(plan.reach, Windows) else SHORT))
+    return replace(PRESETS[name], reach=shortened(PRESETS[name].reach))
 
 
 def pairs_of(plan: AttentionPlan, pairs: Tensor, layer: int = 0) -> Tensor:
@@ -58,7 +54,7 @@ def pairs_of(plan: AttentionPlan, pairs: Tensor, layer: int = 0) -> Tensor:
 
 
 def load(family: str, attention: str | AttentionPlan, *, head: bool = False, **changes: Any) -> PreTrainedModel:
-    """A peaky model under a preset (with its band cut short) or under any plan, which a stock config can carry too."""
+    """A peaky model under a preset (with its reach cut short) or under any plan, which a stock config can carry too."""
     plan = short(attention) if isinstance(attention, str) else attention
     if attention in PRESETS and plan == PRESETS[attention]:
         return build(family, attention, head=head, **changes)

@@ -6,7 +6,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from families import CAUSAL, build, inputs, tiny
-from hf_fullpay import PRESETS, AttentionPlan, Band, Full, FullPayWarning, Mixture
+from hf_fullpay import PRESETS, AttentionPlan, Band, Full, FullPayWarning, Mixture, WindowGlobal, Windows
 from hf_fullpay.payment.mixture import Budget
 from small import EVERYWHERE, ON_CAUSAL, load, on, pairs_of, short, states
 
@@ -16,7 +16,7 @@ ENCODERS = [(family, name) for family, name in EVERYWHERE if family in ("bert", 
 
 
 def is_local(name):
-    return not isinstance(PRESETS[name].reach, Full)
+    return isinstance(PRESETS[name].reach, Band | WindowGlobal | Windows)
 
 
 def in_two_layers(name, allowed):
@@ -120,14 +120,14 @@ def test_a_decoder_as_encoder(family, name, way, pad):
 
 @pytest.mark.parametrize("name", on("bert"))
 def test_permuting_tokens_without_positions(name):
-    """An encoder without positions knows no order, unless its reach is local."""
+    """An encoder without positions knows no order, unless its reach does."""
     model, given = load("bert", name), inputs("bert")
     with torch.no_grad():
         model.embeddings.position_embeddings.weight.zero_()
     order = torch.tensor([3, 0, 8, 1, 7, 2, 6, 4, 5])
     plain, permuted = states(model, **given), states(model, input_ids=given["input_ids"][:, order])
     error = (permuted - plain[:, order]).abs().max()
-    assert error > 1e-2 if is_local(name) else error < 1e-5
+    assert error < 1e-5 if isinstance(PRESETS[name].reach, Full) else error > 1e-2
 
 
 class Stub(nn.Module):

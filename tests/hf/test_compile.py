@@ -52,7 +52,7 @@ def test_compiled_equals_eager_with_few_graphs(family, name):
     assert counter.frame_count <= 2
 
 
-@pytest.mark.parametrize("name", ["fullpay_band", "bounded_fullpay"])
+@pytest.mark.parametrize("name", ["fullpay_band", "bounded_fullpay", "fullpay_block", "lia"])
 def test_no_graph_for_every_length(name):
     """Round numbers and multiples of our tiles included."""
     model = shallow("llama", name)
@@ -86,6 +86,8 @@ def test_gradients_through_a_compiled_model(family):
         ("llama", "bounded_fullpay"),
         ("llama", "fullpay_clamp"),
         ("gpt2", "fullpay_band"),
+        ("llama", "fullpay_block"),
+        ("llama", "lia"),
     ],
 )
 def test_decoding_compiled_with_a_static_cache(family, name):

@@ -76,7 +76,7 @@ def test_learned_numbers_start_where_the_plan_says_and_matter(family, what):
     model = convert(build(family, head=False), plan)
     numbers = learned(model)
     assert len(numbers) == 2 * (
-        2 * plan.gate + plan.payment.__dict__.get("learnable", False) + hasattr(plan.scores, "alpha")
+        2 * plan.gate + sum(getattr(part, "learnable", False) for part in (plan.reach, plan.scores, plan.payment))
     )
     for parameter in numbers.values():
         assert parameter.dtype == torch.float32

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from families import CAUSAL, FAMILIES, build, inputs
-from hf_fullpay import AttentionPlan, Band, Bounded, Clamp, DynamicScale, Mixture
+from hf_fullpay import AttentionPlan, Band, Blocks, Bounded, Chunks, Clamp, DynamicScale, Mixture
 from small import load, states
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_fullpay.FullPayWarning")
@@ -18,10 +18,16 @@ NEUTRAL = {
     "no bound": AttentionPlan(scores=Bounded(bound=None, temperature=1.0)),
     "a bound out of reach": AttentionPlan(scores=Bounded(bound=1e6, temperature=1.0)),
     "gain of one": AttentionPlan(scores=DynamicScale()),
+    "one block": AttentionPlan(Blocks(1000)),
+    "one chunk, no exchange": AttentionPlan(Chunks(1000, exchange=0.0, learnable=False)),
     "no layer": AttentionPlan(Band(1), Bounded(bound=0.1), Mixture(budget=1.0), layers=[]),
 }
 OPTIONS = [
     (AttentionPlan(reach=Band(2)), {"reach": {"size": 3}}),
+    (AttentionPlan(reach=Blocks(2)), {"reach": {"size": 3}}),
+    (AttentionPlan(reach=Chunks(4, 1)), {"reach": {"size": 5}}),
+    (AttentionPlan(reach=Chunks(4, 1)), {"reach": {"overlap": 2}}),
+    (AttentionPlan(reach=Chunks(4, 1)), {"reach": {"exchange": 0.5}}),
     (AttentionPlan(payment=Mixture(floor=0.01, budget=0.5)), {"payment": {"floor": 0.05}}),
     (AttentionPlan(payment=Mixture(floor=None, budget=0.5)), {"payment": {"budget": 0.3}}),
     (AttentionPlan(payment=Mixture(floor=None, budget=0.5)), {"payment": {"budget": (0.5, 0.5, 0.5, 0.1)}}),
@@ -88,6 +94,8 @@ def test_every_option_changes_what_a_model_computes(family, plan, change):
     [
         AttentionPlan(payment=Mixture(floor=None, budget=[0.1, 0.2, 0.3, 0.9])),
         AttentionPlan(Band(4), Bounded(bound=[1, 2, 3, 0.1])),
+        AttentionPlan(Blocks(4), Bounded(bound=[1, 2, 3, 0.1])),
+        AttentionPlan(Chunks(4, 1, exchange=[0.1, 0.2, 0.3, 0.9])),
     ],
 )
 def test_grouped_heads_equal_repeated_ones(plan):

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 import zoo
-from families import CAUSAL, build, inputs
+from families import CAUSAL, SHORT, build, inputs
 from hf_fullpay import (
     AttentionPlan,
     Band,
@@ -21,7 +21,7 @@ from hf_fullpay import (
     sliding_cache,
 )
 from hf_fullpay.hf.sliding import FloorLayer
-from small import SHORT, load, states
+from small import load, states
 from test_cache import in_pieces
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_fullpay.FullPayWarning")

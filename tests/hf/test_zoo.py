@@ -6,9 +6,10 @@ from transformers import EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 import zoo
+from families import SHORT
 from hf_fullpay import PRESETS, AttentionPlan, Band, Clamp, DynamicScale, Full, Mixture
 from hf_fullpay.hf.bind import layers_of
-from small import NEUTRAL, SHORT, plans, states
+from small import NEUTRAL, plans, states
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_fullpay.FullPayWarning")
 FULL = [name for name, plan in PRESETS.items() if isinstance(plan.reach, Full)]

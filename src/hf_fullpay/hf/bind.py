@@ -194,10 +194,15 @@ def _check_heads(label: str, module: nn.Module, config: Any, plan: AttentionPlan
     # An encoder-decoder may have another number of heads in each stack: its modules know.
     owners = ((module, "num_heads"), (module, "num_attention_heads"), (config, "num_attention_heads"))
     heads = next((found for owner, name in owners if isinstance(found := getattr(owner, name, None), int)), None)
-    for part in (plan.scores, plan.payment):
+    for part in (plan.reach, plan.scores, plan.payment):
         for option, value in vars(part).items():
-            if heads is not None and isinstance(value, tuple) and len(value) != heads:
+            if heads is not None and _is_per_head(value) and len(value) != heads:
                 raise ValueError(f"{label}: {option}: expected one number or one per head ({heads}), got {len(value)}.")
+
+
+def _is_per_head(value: Any) -> bool:
+    """Numbers per head are tuples of floats; positions of tokens are integers."""
+    return isinstance(value, tuple) and any(isinstance(entry, float) for entry in value)
 
 
 def _layer_indices(model: nn.Module, paths: list[str]) -> list[int]:

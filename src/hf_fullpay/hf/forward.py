@@ -183,10 +183,10 @@ def _allowed(
         if queries > 1 and _is_causal(module, is_causal):
             offset = 0  # torch's convention, also with an empty static cache: query i sees keys j <= i
     elif mask.ndim == 0:
-        offset = 0
+        offset = n_keys - queries
     elif mask.ndim in (2, 3):
         keys = mask if mask.ndim == 2 else mask[:, 0]
-        offset = None if mask.ndim == 2 else 0
+        offset = None if mask.ndim == 2 else n_keys - queries
         if keys.dtype != torch.bool or keys.shape[1] != n_keys or keys.shape[0] not in (1, batch):
             got = f"{keys.dtype} of shape {tuple(mask.shape)}"
             raise ValueError(f"attention_mask: expected bool of shape {(batch, n_keys)}, got {got}.")

@@ -4,9 +4,9 @@ Transformers asks it for a mask once per forward and hands the answer to every l
 dimensions says what it is, so that a layer never has to guess whether it is causal:
 
     None          every query sees every key
-    0-D  True     causal, nothing padded, as many queries as keys
+    0-D  True     causal, nothing padded, the queries are the last of the keys
     2-D  (B, M)   key padding, no causality
-    3-D  (B, 1, M)  causal with key padding, as many queries as keys
+    3-D  (B, 1, M)  causal with key padding, the queries are the last of the keys
     4-D  (B, 1, N, M)  anything else, or a user's own mask
 """
 
@@ -63,11 +63,11 @@ def compact_mask(
     plain = local_size is None or kv_length < local_size
     if mask_function is bidirectional_mask_function and allow_is_bidirectional_skip and plain:
         return padding
-    if mask_function is causal_mask_function and allow_is_causal_skip and plain and isinstance(q_offset, int):
-        if q_length == kv_length and q_offset == kv_offset:
-            return torch.ones((), dtype=torch.bool, device=device) if padding is None else padding[:, None]
-        if q_length == 1 and q_offset == kv_offset + kv_length - 1:
+    causal = mask_function is causal_mask_function and allow_is_causal_skip and plain
+    if causal and isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length:
+        if q_length == 1 < kv_length:
             return padding  # the newest token sees everything that exists
+        return torch.ones((), dtype=torch.bool, device=device) if padding is None else padding[:, None]
     return sdpa_mask(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
         mask_function=mask_function, attention_mask=attention_mask, local_size=local_size,

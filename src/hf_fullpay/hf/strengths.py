@@ -5,6 +5,7 @@ offset, zero at the start, from what the plan configures:
 
     budget_h = budget_max * sigmoid(logit(budget / budget_max) + budget_bias_h)
     alpha_h  = alpha + alpha_bias_h
+    exchange_h = sigmoid(logit(exchange) + exchange_bias_h)
     gate     = OPEN + gate_bias + gate_bias_slope . x
 
 so a parameter that a checkpoint lacks is initialised rightly by zeros, and the word "bias" in the names keeps
@@ -21,11 +22,12 @@ from torch import Tensor, nn
 from hf_fullpay.payment.gate import OPEN
 from hf_fullpay.payment.mixture import Budget
 from hf_fullpay.plan import AttentionPlan
+from hf_fullpay.reach import Chunks
 from hf_fullpay.scores import DynamicScale
 
 
 class Strengths(nn.Module):
-    """Learned budget, alpha and gate of one layer, whichever its plan makes learnable.
+    """Learned budget, alpha, exchange and gate of one layer, whichever its plan makes learnable.
 
     Args:
         plan: the plan of the layer.
@@ -40,12 +42,14 @@ class Strengths(nn.Module):
             self.budget_bias = nn.Parameter(torch.zeros(heads, dtype=torch.float32))
         if isinstance(plan.scores, DynamicScale) and plan.scores.learnable:
             self.alpha_bias = nn.Parameter(torch.zeros(heads, dtype=torch.float32))
+        if isinstance(plan.reach, Chunks) and plan.reach.learnable:
+            self.exchange_bias = nn.Parameter(torch.zeros(heads, dtype=torch.float32))
         if plan.gate:
             self.gate_bias = nn.Parameter(torch.zeros(heads, dtype=torch.float32))
             self.gate_bias_slope = nn.Parameter(torch.zeros(heads, hidden, dtype=torch.float32))
 
     def forward(self, hidden_states: Tensor | None = None) -> dict[str, Tensor]:
-        """The numbers by name: "budget" and "alpha" of shape (H,), "gate" logits of shape (B, H, N, 1).
+        """The numbers by name: "budget", "alpha" and "exchange" of shape (H,), "gate" logits of shape (B, H, N, 1).
 
         Args:
             hidden_states: input of the attention layer, (B, N, hidden); needed for a gate only.
@@ -62,6 +66,9 @@ class Strengths(nn.Module):
         if (bias := self._offset("alpha_bias")) is not None:
             scores: Any = self.plan.scores
             found["alpha"] = self._like(scores.start(), bias) + bias
+        if (bias := self._offset("exchange_bias")) is not None:
+            reach: Any = self.plan.reach
+            found["exchange"] = torch.sigmoid(torch.logit(self._like(reach.exchange, bias)) + bias)
         if (bias := self._offset("gate_bias")) is not None:
             if hidden_states is None:
                 raise RuntimeError("output gate: expected the input of the attention layer, got none.")

@@ -7,12 +7,14 @@ from torch import Tensor
 
 from hf_fullpay.core.visible import Visible
 from hf_fullpay.reach.band import Band
+from hf_fullpay.reach.blocks import Blocks
+from hf_fullpay.reach.chunks import Chunks
 from hf_fullpay.reach.full import Full
 from hf_fullpay.reach.window_global import WindowGlobal
 from hf_fullpay.reach.windows import Windows
 
-Reach = Full | Band | WindowGlobal | Windows
-__all__ = ["Band", "Full", "Reach", "WindowGlobal", "Windows", "restricted"]
+Reach = Full | Band | Blocks | Chunks | WindowGlobal | Windows
+__all__ = ["Band", "Blocks", "Chunks", "Full", "Reach", "WindowGlobal", "Windows", "restricted"]
 
 
 def restricted(reach: Reach, allowed: Visible, given: Mapping[str, Any] | None, query: Tensor) -> Visible:
