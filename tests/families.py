@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from hf_fullpay import Band, Blocks, Chunks
+from hf_fullpay import Band, Blocks, Chunks, WindowGlobal, Windows
 
 VOCABULARY = 97
 TEXT = ("llama", "gpt2", "bert")
@@ -17,7 +17,10 @@ FAMILIES = (*TEXT, "vit")
 CAUSAL = ("llama", "gpt2")
 SHORT = 4
 # Short enough to cut a sentence of nine tokens.
-SHORT_REACH = {Band: Band(SHORT), Blocks: Blocks(SHORT), Chunks: Chunks(SHORT, 1, exchange=0.3)}
+SHORT_REACH = {
+    Band: Band(SHORT), Blocks: Blocks(SHORT), Chunks: Chunks(SHORT, 1, exchange=0.3),
+    WindowGlobal: WindowGlobal(SHORT), Windows: Windows(2),
+}  # fmt: skip
 
 
 def shortened(reach: Any) -> Any:

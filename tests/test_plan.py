@@ -24,6 +24,8 @@ from hf_fullpay import (
     Mixture,
     Plain,
     Softmax,
+    WindowGlobal,
+    Windows,
 )
 from hf_fullpay.plan import ORDINARY, with_options
 
@@ -39,6 +41,12 @@ NO_NAMES = {"": "word", 3: "word", "two words": "word", "eager": "eager", "fullp
         *[(lambda v=v: Band(size=v), "size") for v in (0, -1, 2.5, "8", True, None)],
         *[(lambda v=v: Bounded(bound=v), "bound") for v in (0, -1, NAN, "x", [], [1, -1], True)],
         *[(lambda v=v: Bounded(temperature=v), "temperature") for v in (0, -2, NAN, "hot", math.inf)],
+        *[(lambda v=v: WindowGlobal(size=v), "size") for v in (0, -1, 2.5, "8", True, None)],
+        *[(lambda v=v: WindowGlobal(tokens=v), "tokens") for v in ((-1,), (0, 0), (0.5,), (True,), "0", 3, None, (10**30,))],
+        *[(lambda v=v: WindowGlobal(random_blocks=v), "random_blocks") for v in (-1, 0.5, True, None)],
+        *[(lambda v=v: WindowGlobal(seed=v), "seed") for v in (-1, 0.5, None)],
+        *[(lambda v=v: Windows(size=v), "size") for v in (0, -1, 2.5, True, None)],
+        *[(lambda v=v: Windows(size=4, shift=v), "shift") for v in (-1, 4, 1.5, True, None, "sometimes")],
         (lambda: Bounded(bound=1e-46), "bound"),
         *[(lambda v=v: Bounded(temperature=v), "temperature") for v in (1e-45, 1e300)],
         (lambda: Band(size=10**30), "size"),
@@ -105,6 +113,8 @@ def test_layers_that_the_model_does_not_have(layers):
         AttentionPlan(Blocks(7), Bounded(centre="none"), Mixture(budget=[0.1, 0.2])),
         AttentionPlan(Chunks(9, 2, exchange=[0.1, 0.2]), DynamicScale()),
         AttentionPlan(gate=True),
+        AttentionPlan(WindowGlobal(size=5, tokens=[3, 0], random_blocks=2, seed=7)),
+        AttentionPlan(Windows(size=4, shift=3)),
         AttentionPlan(scores=Bounded(bound=None), layers=[3, 1]),
     ],
 )  # fmt: skip

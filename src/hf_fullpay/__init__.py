@@ -19,7 +19,7 @@ from hf_fullpay.hf.register import register, register_presets
 from hf_fullpay.hf.sliding import sliding_cache
 from hf_fullpay.payment import Clamp, Mixture, Softmax
 from hf_fullpay.plan import PRESETS, AttentionPlan
-from hf_fullpay.reach import Band, Blocks, Chunks, Full
+from hf_fullpay.reach import Band, Blocks, Chunks, Full, WindowGlobal, Windows
 from hf_fullpay.scores import Bounded, DelayBias, DynamicScale, Plain
 
 __all__ = [
@@ -40,6 +40,8 @@ __all__ = [
     "Mixture",
     "Plain",
     "Softmax",
+    "WindowGlobal",
+    "Windows",
     "attention",
     "backend",
     "convert",

@@ -9,9 +9,11 @@ Dimensions: B batch, H query heads, G key/value heads (G divides H), N queries, 
     bounded               tiles            tiles + mean              tiles
 
 Blocks go through relays and chunks through chunks, with the mean beside them for a mixture; a mask of pairs or a bias
-sends both to the reference. host is torch's scaled_dot_product_attention (chunked for a band), tiles and delay recompute
-scores in tiles of rows, mean is the mean of visible values, linear in N (decoding: from a running sum). FlexAttention or
-our Triton kernels take the place of host and tiles where `backends` says so. Asked for weights, the dense reference answers.
+sends both to the reference. Windows are cut into pieces, and each piece goes its way by the table (where the model itself
+brings a mask or a bias of pairs, the reach joins that mask instead). host is torch's scaled_dot_product_attention (chunked
+for a band), tiles and delay recompute scores in tiles of rows, mean is the mean of visible values, linear in N (decoding:
+from a running sum). FlexAttention or our Triton kernels take the place of host and tiles where `backends` says so. Asked
+for weights, the dense reference answers.
 """
 
 from __future__ import annotations
@@ -31,18 +33,21 @@ from hf_fullpay.core.shapes import check_shapes, split_mask
 from hf_fullpay.core.visible import Visible
 from hf_fullpay.core.warning import warn
 from hf_fullpay.fast.chunks import chunk_attention
+from hf_fullpay.fast.cut import Cut, Piece, whole
 from hf_fullpay.fast.delay import delayed_attention
+from hf_fullpay.fast.grid import Grid, grid_cut
 from hf_fullpay.fast.host import host_attention
 from hf_fullpay.fast.kernels import kernel_attention
 from hf_fullpay.fast.mean import blend, visible_mean
 from hf_fullpay.fast.relays import Squash, relay_attention
+from hf_fullpay.fast.sliding import sliding_cut, step_cut
 from hf_fullpay.fast.tiles import tiled_attention
 from hf_fullpay.payment import Clamp, Mixture
 from hf_fullpay.payment.clamp import floor_of
 from hf_fullpay.payment.gate import gated
 from hf_fullpay.payment.mixture import Budget, share
 from hf_fullpay.plan import AttentionPlan, resolve
-from hf_fullpay.reach import Blocks, Chunks
+from hf_fullpay.reach import Blocks, Chunks, Reach, WindowGlobal, Windows, restricted
 from hf_fullpay.reference import reference_attention
 from hf_fullpay.scores import Bounded, DelayBias, DynamicScale
 from hf_fullpay.scores.bounded import width_and_amplitude
@@ -50,7 +55,7 @@ from hf_fullpay.scores.delay import clocks
 from hf_fullpay.scores.dynamic_scale import dynamic_gain
 
 Strengths = Mapping[str, Tensor]
-Given = Mapping[str, Tensor]
+Given = Mapping[str, Any]
 
 
 def attend(
@@ -99,7 +104,6 @@ def attend(
             query, key, value, plan=plan, allowed=allowed, scaling=scaling, bias=bias, strengths=strengths,
             given=given, dropout=dropout,
         )[0]  # fmt: skip
-    visible = plan.reach.restrict(allowed)
 
     if isinstance(plan.scores, DynamicScale):
         gain = dynamic_gain(
@@ -109,49 +113,115 @@ def attend(
             query = (query.to(accumulate(query.dtype)) * gain).to(query.dtype)
             bias = bias * gain if bias is not None else None
 
-    rows = _row_numbers(query, key, plan, visible, scaling, bias, strengths)
-    if hosted is not None:
-        output = hosted
-    elif isinstance(plan.reach, Blocks):
-        output = relay_attention(
-            query, key, value, visible=visible, size=plan.reach.size, scaling=scaling, squash=_squash(rows),
-            dropout=dropout,
-        )  # fmt: skip
-    elif isinstance(plan.reach, Chunks):
-        exchange = to_heads("exchange", strengths.get("exchange", plan.reach.exchange), query)
-        output = chunk_attention(
-            query, key, value, visible=visible, size=plan.reach.size, stride=plan.reach.stride, exchange=exchange,
-            scaling=scaling, dropout=dropout,
-        )  # fmt: skip
-    elif backend == "flex":
-        from hf_fullpay.fast.flex import flexible_attention  # loads the compiler, which most never need
-
-        output = flexible_attention(query, key, value, visible=visible, scaling=scaling, **rows)
-    elif backend == "triton":
-        output = kernel_attention(query, key, value, visible=visible, scaling=scaling, bias=bias, **rows)
-    elif isinstance(plan.scores, DelayBias) and not (plan.scores.is_neutral and "beta" not in strengths):
-        beta = to_heads("beta", strengths.get("beta", plan.scores.beta), query)
-        query_times, key_times, delays = clocks(plan.scores, given, allowed, query)
-        output = delayed_attention(
-            query, key, value, visible=visible, scaling=scaling, bias=bias, dropout=dropout,
-            beta=beta if isinstance(beta, Tensor) else query.new_full((1, 1, 1, 1), beta, dtype=accumulate(query.dtype)),
-            query_times=query_times, key_times=key_times, delays=delays,
-        )  # fmt: skip
-    else:
-        attend_rows = tiled_attention if rows else host_attention
-        output = attend_rows(query, key, value, visible=visible, scaling=scaling, bias=bias, dropout=dropout, **rows)
+    cut = _cut(query, key, value, plan.reach, allowed, given, bias is not None)
+    output = hosted
+    if output is None and isinstance(plan.scores, DelayBias):
+        output = _delayed(
+            query, key, value, plan.scores, cut.pieces[0].visible, allowed, scaling, bias, strengths, given, dropout
+        )
+    elif output is None:
+        parts = [_attend(piece, plan, scaling, bias, strengths, dropout, backend) for piece in cut.pieces]
+        output = cut.join(parts)
 
     if isinstance(plan.payment, Mixture) and not (plan.payment.is_neutral and "budget" not in strengths):
-        paid = allowed if plan.payment.pay == "visible" else visible
         budget = to_heads("budget", strengths.get("budget", plan.payment.budget), query)
-        counts = (paid.counts() if past is None else past.count).to(accumulate(query.dtype))
-        t = share(plan.payment.floor, budget, counts)
-        if paid is not visible:
-            t = t * (visible.counts() > 0)  # a query whose reach is empty gives zeros
-        output = blend(output, visible_mean(value, paid) if past is None else past.mean, t)
+        limited = any(piece.visible is not allowed for piece in cut.pieces)
+        seen = cut.join([piece.visible.counts() for piece in cut.pieces]) if limited else None
+        if past is not None:
+            counts, mean = past.count, past.mean
+        elif plan.payment.pay == "visible" or seen is None:
+            counts, mean = allowed.counts(), visible_mean(value, allowed)
+        else:
+            counts, mean = seen, cut.join([visible_mean(piece.value, piece.visible) for piece in cut.pieces])
+        t = share(plan.payment.floor, budget, counts.to(accumulate(query.dtype)))
+        if plan.payment.pay == "visible" and seen is not None:
+            t = t * (seen > 0)  # a query whose reach is empty gives zeros
+        output = blend(output, mean, t)
     if plan.gate:
         output = gated(output, strengths["gate"])
     return output
+
+
+def _cut(
+    query: Tensor, key: Tensor, value: Tensor, reach: Reach, allowed: Visible, given: Given | None, biased: bool
+) -> Cut:
+    """Pieces of a local reach. A mask or a bias of pairs has the size of all pairs anyway: then nothing is cut."""
+    if allowed.dense is None and not biased:
+        if isinstance(reach, WindowGlobal):
+            named = reach.named(allowed, given, query.shape[0])
+            if allowed.n_queries == 1 and named is None and not reach.random_blocks:
+                if cut := step_cut(query, key, value, allowed=allowed, half=reach.half, tokens=reach.tokens):
+                    return cut
+            elif allowed.n_queries > 1 and (allowed.offset is not None or allowed.n_queries == allowed.n_keys):
+                return sliding_cut(
+                    query, key, value, allowed=allowed, half=reach.half, tokens=reach.tokens, named=named,
+                    random_blocks=reach.random_blocks, seed=reach.seed,
+                )  # fmt: skip
+        if isinstance(reach, Windows):
+            layout = reach.layout(allowed, given)
+            axes = layout.rows, layout.columns
+            grid = Grid(*(tuple(getattr(axis, name) for axis in axes) for name in ("length", "size", "shift")))
+            return grid_cut(query, key, value, allowed=allowed, grid=grid, others=layout.others)
+    return whole(query, key, value, restricted(reach, allowed, given, query))
+
+
+def _delayed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scores: DelayBias,
+    visible: Visible,
+    allowed: Visible,
+    scaling: float,
+    bias: Tensor | None,
+    strengths: Strengths,
+    given: Given | None,
+    dropout: float,
+) -> Tensor:
+    """Softmax weights of delayed scores; a strength of nothing is the host's business."""
+    arguments: dict[str, Any] = {"visible": visible, "scaling": scaling, "bias": bias, "dropout": dropout}
+    if scores.is_neutral and "beta" not in strengths:
+        return host_attention(query, key, value, **arguments)
+    beta = to_heads("beta", strengths.get("beta", scores.beta), query)
+    if not isinstance(beta, Tensor):
+        beta = query.new_full((1, 1, 1, 1), beta, dtype=accumulate(query.dtype))
+    query_times, key_times, delays = clocks(scores, given, allowed, query)
+    return delayed_attention(
+        query, key, value, beta=beta, query_times=query_times, key_times=key_times, delays=delays, **arguments
+    )
+
+
+def _attend(
+    piece: Piece,
+    plan: AttentionPlan,
+    scaling: float,
+    bias: Tensor | None,
+    strengths: Strengths,
+    dropout: float,
+    backend: str,
+) -> Tensor:
+    """Softmax or clamped weights over what the queries of a piece see."""
+    query, key, value, visible = piece.query, piece.key, piece.value, piece.visible
+    rows = _row_numbers(query, key, plan, visible, scaling, bias, strengths)
+    if isinstance(plan.reach, Blocks):
+        return relay_attention(
+            query, key, value, visible=visible, size=plan.reach.size, scaling=scaling, squash=_squash(rows),
+            dropout=dropout,
+        )  # fmt: skip
+    if isinstance(plan.reach, Chunks):
+        exchange = to_heads("exchange", strengths.get("exchange", plan.reach.exchange), query)
+        return chunk_attention(
+            query, key, value, visible=visible, size=plan.reach.size, stride=plan.reach.stride, exchange=exchange,
+            scaling=scaling, dropout=dropout,
+        )  # fmt: skip
+    if backend == "flex":
+        from hf_fullpay.fast.flex import flexible_attention  # loads the compiler, which most never need
+
+        return flexible_attention(query, key, value, visible=visible, scaling=scaling, **rows)
+    if backend == "triton":
+        return kernel_attention(query, key, value, visible=visible, scaling=scaling, bias=bias, **rows)
+    attend_rows = tiled_attention if rows else host_attention
+    return attend_rows(query, key, value, visible=visible, scaling=scaling, bias=bias, dropout=dropout, **rows)
 
 
 def _row_numbers(

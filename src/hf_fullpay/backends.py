@@ -166,7 +166,8 @@ def choose(
                 f'{reason[0].upper()}{reason[1:]}. Use backend("auto") or backend("torch").',
             )  # fmt: skip
         return "torch" if _choice.name == "sdpa" else _choice.name
-    if query.device.type != "cuda" or not features_of(plan) & {"bounded", "clamp"}:
+    features = features_of(plan)
+    if query.device.type != "cuda" or "own reach" in features or not features & {"bounded", "clamp"}:
         return "torch"
     from hf_fullpay.fast import kernels
 

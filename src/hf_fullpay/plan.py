@@ -16,7 +16,7 @@ from typing import Any
 from hf_fullpay.core.errors import check_count, check_flag, wrong
 from hf_fullpay.core.numbers import from_json, to_json
 from hf_fullpay.payment import Clamp, Mixture, Payment, Softmax
-from hf_fullpay.reach import Band, Blocks, Chunks, Full, Reach
+from hf_fullpay.reach import Band, Blocks, Chunks, Full, Reach, WindowGlobal, Windows
 from hf_fullpay.scores import Bounded, DelayBias, DynamicScale, Plain, Scores
 
 VERSION = 1
@@ -26,7 +26,7 @@ LENGTHS = (128, 512, 2048)  # at which cards and reports state promises
 Layers = str | tuple[int, ...] | tuple[tuple[str, str], ...]  # a table is kept as pairs: hashable, fit for pickling
 
 _KINDS: dict[str, dict[str, Any]] = {
-    "reach": {kind.kind: kind for kind in (Full, Band, Blocks, Chunks)},
+    "reach": {kind.kind: kind for kind in (Full, Band, Blocks, Chunks, WindowGlobal, Windows)},
     "scores": {kind.kind: kind for kind in (Plain, Bounded, DynamicScale, DelayBias)},
     "payment": {kind.kind: kind for kind in (Softmax, Mixture, Clamp)},
 }
@@ -38,7 +38,7 @@ class AttentionPlan:
     """How the layers of a model pay attention.
 
     Args:
-        reach: which keys a query sees: Full, Band, Blocks or Chunks.
+        reach: which keys a query sees: Full, Band, Blocks, Chunks, WindowGlobal or Windows.
         scores: how logits are made: Plain, Bounded, DynamicScale or DelayBias.
         payment: how weights are made from logits: Softmax, Mixture or Clamp.
         gate: a learned output gate per head (needs `convert`).
@@ -171,14 +171,14 @@ class AttentionPlan:
             )
         if isinstance(self.scores, DelayBias):
             found.append("a key one unit of time further out of step loses a factor exp(-beta_h) of its weight")
-        if isinstance(self.reach, Band):
+        if isinstance(self.reach, Band | WindowGlobal | Windows):
             paid_outside = isinstance(self.payment, Mixture) and self.payment.pay == "visible"
             outside = (
                 "only the floor comes from outside"
                 if paid_outside
                 else "nothing comes from outside, in values and gradients"
             )
-            found.append(f"the softmax sees a token and the {self.reach.size - 1} before it; {outside}")
+            found.append(f"the softmax sees {self.reach.sees}; {outside}")
         if isinstance(self.reach, Blocks) or (isinstance(self.reach, Chunks) and self.reach.mixes):
             found.append("every output depends on every visible input; no relay or summary tells of the future")
         return found
@@ -211,8 +211,10 @@ def _check_together(reach: Reach, scores: Scores, payment: Payment) -> None:
         )
     elif isinstance(scores, DelayBias) and isinstance(payment, Clamp):
         reason = "DelayBias with Softmax or Mixture (the same floor), since no fast path clamps delayed scores"
-    elif isinstance(scores, DelayBias) and isinstance(reach, Blocks | Chunks):
-        reason = "DelayBias with Full or Band, since a relay or summary stands for many keys and has no time of its own"
+    elif isinstance(scores, DelayBias) and not isinstance(reach, Full | Band):
+        reason = (
+            "DelayBias with Full or Band, since relays have no time of their own and pieces of windows are not told it"
+        )
     if reason:
         parts = ", ".join(type(part).__name__ for part in (reach, scores, payment))
         raise wrong("AttentionPlan(...)", reason, parts)
@@ -315,6 +317,8 @@ _presets: dict[str, AttentionPlan] = {
     "delay_aware": AttentionPlan(scores=DelayBias(beta=0.01)),
     "fullpay_block": AttentionPlan(reach=Blocks(128), payment=Mixture(floor=0.01, budget=0.05)),
     "lia": AttentionPlan(reach=Chunks(size=128, overlap=32)),
+    "window_global": AttentionPlan(reach=WindowGlobal(size=256)),
+    "shifted_window": AttentionPlan(reach=Windows(size=7)),
 }
 PRESETS: Mapping[str, AttentionPlan] = MappingProxyType(_presets)
 BUILT_IN = frozenset(_presets)  # the names that every installation knows

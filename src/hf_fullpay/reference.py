@@ -8,6 +8,7 @@ Dimensions: B batch, H query heads, G key/value heads, N queries, M keys, D and 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from hf_fullpay.payment.gate import gated
 from hf_fullpay.payment.mixture import mixture_weights
 from hf_fullpay.payment.softmax import softmax_weights
 from hf_fullpay.plan import AttentionPlan
-from hf_fullpay.reach import Blocks, Chunks
+from hf_fullpay.reach import Blocks, Chunks, restricted
 from hf_fullpay.reach.blocks import relayed_scores
 from hf_fullpay.reach.chunks import chunk_weights
 from hf_fullpay.scores import Bounded, DelayBias, DynamicScale
@@ -41,7 +42,7 @@ def reference_attention(
     scaling: float,
     bias: Tensor | None = None,
     strengths: Mapping[str, Tensor] | None = None,
-    given: Mapping[str, Tensor] | None = None,
+    given: Mapping[str, Any] | None = None,
     dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Output (B, H, N, Dv) and weights (B, H, N, M), both in the type of query; arguments as in `attend`."""
@@ -52,7 +53,7 @@ def reference_attention(
         repeat_groups(value, query.shape[1]).to(kind),
     )
     strengths = strengths or {}
-    paid, visible = allowed.to_dense(), plan.reach.restrict(allowed).to_dense()
+    paid, visible = allowed.to_dense(), restricted(plan.reach, allowed, given, query).to_dense()
 
     scores = query @ key.mT * scaling
     if bias is not None:

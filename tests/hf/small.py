@@ -12,18 +12,45 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from families import CAUSAL, FAMILIES, build, shortened
 from hf_fullpay import PRESETS, AttentionPlan, Mixture
+from hf_fullpay.core.visible import Visible
 from hf_fullpay.hf.bind import layers_of
 from hf_fullpay.hf.forward import CARRIER
+from hf_fullpay.reach import restricted
 
 NEUTRAL = AttentionPlan(payment=Mixture(budget=0.0))
-EVERYWHERE = [(family, name) for family in FAMILIES for name in PRESETS]
-ON_CAUSAL = [(family, name) for family in CAUSAL for name in PRESETS]
+
+
+def misfit(family: str, name: str) -> str | None:
+    """Why a preset makes no sense for a family, in the words of its reach."""
+    return PRESETS[name].reach.misfit(cross=False, causal=family in CAUSAL, image=family == "vit")
+
+
+EVERYWHERE = [(family, name) for family in FAMILIES for name in PRESETS if not misfit(family, name)]
+ON_CAUSAL = [(family, name) for family, name in EVERYWHERE if family in CAUSAL]
 ON_TEXT = [(family, name) for family, name in EVERYWHERE if family != "vit"]
 
 
+def on(family: str) -> list[str]:
+    """Presets that make sense for a family."""
+    return [name for other, name in EVERYWHERE if other == family]
+
+
+def home(name: str) -> str:
+    """A family that a preset makes sense for: BERT where it can be."""
+    return next(family for family in ("bert", *FAMILIES) if not misfit(family, name))
+
+
 def short(name: str) -> AttentionPlan:
-    """The plan of a preset, its reach cut to SHORT tokens."""
+    """The plan of a preset, its reach cut to SHORT tokens (a window of two rows and columns for images)."""
     return replace(PRESETS[name], reach=shortened(PRESETS[name].reach))
+
+
+def pairs_of(plan: AttentionPlan, pairs: Tensor, layer: int = 0) -> Tensor:
+    """Which of the pairs (N, N) that a mask allows are within reach of a plan; images are those of the tiny ViT."""
+    n = pairs.shape[-1]
+    allowed = Visible(n, n, pairs.device, dense=pairs[(None,) * (4 - pairs.ndim)])
+    query = torch.empty(allowed.to_dense().shape[0], 1, n, 1)
+    return restricted(plan.reach, allowed, {"patch_grid": (4, 4), "layer_index": layer}, query).to_dense()
 
 
 def load(family: str, attention: str | AttentionPlan, *, head: bool = False, **changes: Any) -> PreTrainedModel:

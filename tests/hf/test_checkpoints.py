@@ -12,7 +12,7 @@ from converted import LEARNABLE, equal, given_to, learn, learned, stock
 from hf_fullpay import CONFIGS, MODELS, PRESETS, AttentionPlan, Band, Bounded, Mixture, convert, revert
 from hf_fullpay.hf.checkpoints import auto_class_of
 from hf_fullpay.hf.models import stock_of
-from small import plans, states
+from small import EVERYWHERE, plans, states
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_fullpay.FullPayWarning")
 BASES = {"bert": "FullPayBertModel", "vit": "FullPayViTModel", "gpt2": "FullPayGPT2Model", "llama": "FullPayLlamaModel"}
@@ -54,8 +54,7 @@ def test_round_trip_of_every_class(name, tmp_path):
     assert equal(one, other)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("family", BASES)
+@pytest.mark.parametrize(("family", "preset"), EVERYWHERE)
 def test_round_trip_of_every_preset(family, preset, tmp_path):
     name = HEADS[family]
     model, given = learn(convert(stock(name), preset)), given_to(name)

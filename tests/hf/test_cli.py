@@ -14,7 +14,7 @@ from converted import learn, learned
 from families import FAMILIES, build, inputs, tiny
 from hf_fullpay import PRESETS, AttentionPlan, Mixture, convert
 from hf_fullpay.hf.cli import main
-from small import plans, states
+from small import EVERYWHERE, home, plans, states
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_fullpay.FullPayWarning")
 
@@ -46,8 +46,7 @@ def run(*words):
     return main([str(word) for word in words])
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "preset"), EVERYWHERE)
 def test_convert_writes_what_loads(family, preset, sources, tmp_path, capsys):
     target = tmp_path / "new" / "folder"
     assert run("convert", sources / family, target, "--attention", preset) == 0
@@ -150,8 +149,9 @@ def test_list_shows_the_table(capsys):
 @pytest.mark.parametrize("preset", PRESETS)
 def test_inspect(preset, sources, tmp_path, capsys):
     """A converted checkpoint, and the same stock checkpoint under the preset."""
-    learn(convert(build("bert"), preset)).save_pretrained(tmp_path)
-    for words in ([tmp_path], [sources / "bert", "--attention", preset]):
+    family = home(preset)
+    learn(convert(build(family), preset)).save_pretrained(tmp_path)
+    for words in ([tmp_path], [sources / family, "--attention", preset]):
         assert run("inspect", *words) == 0
         shown = capsys.readouterr().out
         assert f"attn_implementation={preset!r}" in shown

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from families import TEXT, inputs
-from hf_fullpay import PRESETS
-from small import ON_TEXT, load, states
+from small import ON_TEXT, load, on, states
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_fullpay.FullPayWarning")
 LOWEST = [-float("inf"), torch.finfo(torch.float32).min, torch.finfo(torch.float32).min / 2, -65504.0, -1e4]
@@ -76,7 +75,7 @@ def test_masks_that_do_not_fit_are_refused(family):
             states(model, **given, attention_mask=mask)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", on("bert"))
 def test_a_bias_is_added_and_learns(name):
     """Moderate numbers in a mask are scores, not hidden keys, and their gradient comes back."""
     model, given = load("bert", name).double(), inputs("bert")

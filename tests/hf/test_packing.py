@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from families import CAUSAL, build, inputs
-from hf_fullpay import PRESETS
-from small import EVERYWHERE, NEUTRAL, ON_CAUSAL, load, states
+from small import EVERYWHERE, NEUTRAL, ON_CAUSAL, load, on, states
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_fullpay.FullPayWarning")
 SIZES = (4, 1, 6, 2)
@@ -59,7 +58,7 @@ def test_boundaries_run_through_the_rows_of_a_batch(family):
         close(packed[row : row + 1], torch.cat([states(model, input_ids=part) for part in parts], 1))
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", on("llama"))
 def test_a_shifted_range_is_no_packing(name):
     """O19: rotary positions are relative, so a shift changes nothing."""
     model, ids = load("llama", name), inputs("llama")["input_ids"]

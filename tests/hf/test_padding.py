@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from families import CAUSAL, TEXT, build, inputs
-from hf_fullpay import PRESETS, Band
+from hf_fullpay import Band
 from small import EVERYWHERE, ON_TEXT, load, short, states, watched
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_fullpay.FullPayWarning")
@@ -95,16 +95,15 @@ def test_half_precision_ranks_alike_in_any_company(family, name):
     assert clear.any()
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_the_mask_stays_as_small_as_the_case_allows(name):
+@pytest.mark.parametrize(("family", "name"), EVERYWHERE)
+def test_the_mask_stays_as_small_as_the_case_allows(family, name):
     """Encoders get key padding, causal models a flag or padding with a third dimension; never a square."""
-    wanted = {"bert": (None, 2), "gpt2": (0, 3), "llama": (0, 3), "vit": (None, None)}
-    for family, (plain, padded) in wanted.items():
-        model = build(family, name, head=False)
-        for given, dimensions in ((inputs(family), plain), (inputs(family, left=2), padded)):
-            with watched(name) as calls:
-                states(model, **given)
-            assert [call.mask if call.mask is None else call.mask.ndim for call in calls] == [dimensions] * 2, family
+    plain, padded = {"bert": (None, 2), "gpt2": (0, 3), "llama": (0, 3), "vit": (None, None)}[family]
+    model = build(family, name, head=False)
+    for given, dimensions in ((inputs(family), plain), (inputs(family, left=2), padded)):
+        with watched(name) as calls:
+            states(model, **given)
+        assert [call.mask if call.mask is None else call.mask.ndim for call in calls] == [dimensions] * 2
 
 
 @pytest.mark.parametrize("family", TEXT)

@@ -7,8 +7,8 @@ from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from families import build, inputs, randomise, tiny
-from hf_fullpay import PRESETS, convert
-from small import states
+from hf_fullpay import convert
+from small import ON_CAUSAL, on, states
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_fullpay.FullPayWarning")
 WORDS = [
@@ -54,7 +54,7 @@ def under(request):
     return make
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", on("bert"))
 def test_texts_of_different_length(preset, under, tokenizer):
     """Batched, so padded, as one by one."""
     model = under(t.BertForSequenceClassification, "bert", preset)
@@ -66,7 +66,7 @@ def test_texts_of_different_length(preset, under, tokenizer):
         assert scores[0] == pytest.approx(scores[1], abs=1e-5)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", on("bert"))
 def test_filling_a_mask(preset, under, tokenizer):
     model = under(t.BertForMaskedLM, "bert", preset)
     pipe = t.pipeline("fill-mask", model=model, tokenizer=tokenizer, device="cpu", targets=WORDS)
@@ -77,8 +77,7 @@ def test_filling_a_mask(preset, under, tokenizer):
     assert found[0]["token_str"] == best
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize(("family", "preset"), ON_CAUSAL)
 def test_writing_on(preset, family, under, tokenizer):
     model = under(tiny(family).head, family, preset)
     pipe = t.pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu")
@@ -89,7 +88,7 @@ def test_writing_on(preset, family, under, tokenizer):
         assert tokens[0, end] == logits[0, -1].argmax()
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", on("vit"))
 def test_naming_an_image(preset, under):
     model = under(t.ViTForImageClassification, "vit", preset)
     processor = t.ViTImageProcessor(size={"height": 32, "width": 32})

@@ -8,10 +8,10 @@ from transformers import AttentionInterface
 
 from converted import LEARNABLE, learned
 from families import FAMILIES, build, inputs
-from hf_fullpay import PRESETS, AttentionPlan, Mixture, convert
+from hf_fullpay import AttentionPlan, Mixture, convert
 from hf_fullpay.hf.strengths import Strengths
 from hf_fullpay.payment.mixture import Budget
-from small import EVERYWHERE, load, short, states, watched
+from small import EVERYWHERE, load, on, short, states, watched
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_fullpay.FullPayWarning")
 DROPOUT = {
@@ -73,7 +73,7 @@ def test_dropout_only_in_training_and_again_after_eval(family, name):
     assert not torch.equal(states(model.train(), **given), states(model, **given))
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", on("bert"))
 def test_dropout_is_unbiased_and_spares_the_floor(name):
     """O43, second part: the mean weights over many runs are those of eval, and the floor stands in every run."""
     model, given = load("bert", name, num_hidden_layers=1, **DROPOUT["bert"]), inputs("bert", batch=1)
@@ -141,7 +141,7 @@ def test_half_precision_models(family, name, dtype):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_runs_are_equal_bit_for_bit(family):
     """O40: values and gradients."""
-    for name in PRESETS:
+    for name in on(family):
         runs = [step(load(family, name, head=True).train(), family) for _ in range(2)]
         assert torch.equal(runs[0][0], runs[1][0])
         assert all(torch.equal(gradient, runs[1][1][path]) for path, gradient in runs[0][1].items()), name

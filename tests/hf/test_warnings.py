@@ -9,7 +9,7 @@ from converted import LEARNABLE
 from families import FAMILIES, build, inputs
 from hf_fullpay import PRESETS, AttentionPlan, FullPayWarning, Mixture, convert
 from hf_fullpay.payment.mixture import Budget
-from small import load, states
+from small import EVERYWHERE, load, states
 
 PROMISING = [name for name, plan in PRESETS.items() if isinstance(plan.payment, Budget)]
 
@@ -54,8 +54,7 @@ def test_steps_of_generation_are_quiet(family, name):
     assert "over 9 keys" in messages[0]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", [name for name in PRESETS if name not in PROMISING])
+@pytest.mark.parametrize(("family", "name"), [pair for pair in EVERYWHERE if pair[1] not in PROMISING])
 def test_what_promises_nothing_is_quiet(family, name):
     assert not told(lambda: states(build(family, name), **inputs(family)))
 

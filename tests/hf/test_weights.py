@@ -4,10 +4,10 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from families import FAMILIES, SHORT, build, inputs
-from hf_fullpay import PRESETS, AttentionPlan, Band, Bounded, Mixture
+from families import FAMILIES, build, inputs
+from hf_fullpay import AttentionPlan, Bounded, Mixture
 from hf_fullpay.payment.mixture import Budget
-from small import EVERYWHERE, ON_CAUSAL, load, short, states
+from small import EVERYWHERE, ON_CAUSAL, load, on, pairs_of, short, states
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_fullpay.FullPayWarning")
 
@@ -21,11 +21,6 @@ def allowed(family, given):
     return (pairs & keys[:, None]).unsqueeze(1)
 
 
-def reach_of(plan, pairs):
-    n = pairs.shape[-1]
-    return pairs & torch.ones(n, n, dtype=torch.bool).tril().triu(1 - SHORT) if isinstance(plan.reach, Band) else pairs
-
-
 @pytest.mark.parametrize(("family", "name"), EVERYWHERE)
 @pytest.mark.parametrize("left", [0, 3])
 def test_weights_keep_the_promises(family, name, left):
@@ -33,11 +28,11 @@ def test_weights_keep_the_promises(family, name, left):
     result = model(**given, output_attentions=True)
     torch.testing.assert_close(result[0], states(model, **given), rtol=0, atol=1e-5)
     pairs = allowed(family, given)
-    reach = reach_of(plan, pairs)
-    paid = pairs if getattr(plan.payment, "pay", None) == "visible" else reach
-    paid, some = paid & reach.any(-1, keepdim=True), reach.any(-1)
     assert len(result.attentions) == 2
-    for weights in result.attentions:
+    for layer, weights in enumerate(result.attentions):
+        reach = pairs_of(plan, pairs, layer)
+        paid = pairs if getattr(plan.payment, "pay", None) == "visible" else reach
+        paid, some = paid & reach.any(-1, keepdim=True), reach.any(-1)
         assert weights.shape == (2, 4, *pairs.shape[-2:])
         torch.testing.assert_close(weights.sum(-1), some.float().expand_as(weights[..., 0]), rtol=0, atol=1e-5)
         assert not weights[~(paid | reach).expand_as(weights)].any()
@@ -92,7 +87,7 @@ def test_weights_only_when_asked(family):
     assert hidden.get("attentions") is None
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", on("bert"))
 def test_weights_carry_gradients(name):
     """A loss on the weights themselves (an entropy, say) trains the queries."""
     model, given = load("bert", name), inputs("bert")

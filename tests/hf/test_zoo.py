@@ -7,12 +7,12 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import zoo
 from families import SHORT
-from hf_fullpay import PRESETS, AttentionPlan, Band, Clamp, DynamicScale, Mixture
+from hf_fullpay import PRESETS, AttentionPlan, Band, Clamp, DynamicScale, Full, Mixture
 from hf_fullpay.hf.bind import layers_of
 from small import NEUTRAL, plans, states
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_fullpay.FullPayWarning")
-FULL = [name for name, plan in PRESETS.items() if not plan.reach.misfit(cross=True, causal=True, image=False)]
+FULL = [name for name, plan in PRESETS.items() if isinstance(plan.reach, Full)]
 TEXTS = [name for name, (kind, *_) in zoo.ROUTING.items() if kind in ("text", "causal")]
 CROSSED = [name for name, (kind, *_) in zoo.ROUTING.items() if kind in ("pair", "speech")]
 
@@ -48,7 +48,7 @@ def test_neutral_equals_eager(name):
 
 @pytest.mark.parametrize("name", zoo.ROUTING)
 def test_the_gradients_of_neutral_equal_those_of_eager(name):
-    """The relative biases of T5 and BEiT learn through our attention too."""
+    """The relative biases of T5, BEiT and Swin learn through our attention too."""
     given = zoo.given(name)
     gradients = []
     for model in (zoo.make(name, "eager"), carrying(name, NEUTRAL)):
@@ -59,7 +59,7 @@ def test_the_gradients_of_neutral_equal_those_of_eager(name):
     for path, gradient in eager.items():
         close(neutral[path], gradient, 1e-3 * max(float(gradient.abs().max()), 1.0))
     learned = [path for path in eager if "relative" in path and "bias" in path]
-    assert bool(learned) == (name in ("t5", "beit"))
+    assert bool(learned) == (name in ("t5", "beit", "swin"))
     assert all(eager[path].abs().max() > 1e-3 for path in learned)
 
 

@@ -26,7 +26,7 @@ LOCAL = {"local_attention": 4, "global_attn_every_n_layers": 2}
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
 SPEECH = {"num_mel_bins": 8, "max_source_positions": 10, "max_target_positions": 64}
-STAGES = {"image_size": 16, "patch_size": 2, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4}
+STAGES = {"image_size": 16, "patch_size": 2, "embed_dim": 16, "depths": [2, 1], "num_heads": [2, 2], "window_size": 4}
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 4}
 NEO = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]}
 
@@ -51,6 +51,7 @@ ROUTING: dict[str, tuple[str, str, dict[str, Any]]] = {
     "siglip_vision": ("image", "SiglipVisionModel", SIZES | IMAGE),
     "dinov2": ("image", "Dinov2Model", SIZES | IMAGE),
     "beit": ("image", "BeitModel", SIZES | IMAGE | STILL | {"use_relative_position_bias": True, "drop_path_rate": 0.0}),
+    "swin": ("image", "SwinModel", STAGES | STILL | {"drop_path_rate": 0.0}),
     "vit_mae": ("image", "ViTMAEModel", SIZES | IMAGE | STILL | {"mask_ratio": 0.0}),
 }
 
@@ -61,10 +62,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "mpnet": ("MPNetModel", SIZES | WORDS, "interface"),
     "falcon": ("FalconModel", SIZES | WORDS, "interface"),
     "gpt_neo": ("GPTNeoModel", {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2} | NEO, "interface"),
-    "swin": ("SwinModel", STAGES, "shifted"),
     "gemma2": ("Gemma2Model", GROUPED | {"query_pre_attn_scalar": 8, "sliding_window": 4}, "soft-capped"),
     "gpt_oss": ("GptOssModel", GROUPED | EXPERTS, "sinks"),
-    "resnet": ("ResNetModel", {"embedding_size": 8, "hidden_sizes": [8, 8], "depths": [1, 1]}, "none"),
+    "resnet": ("ResNetModel", {"embedding_size": 8, "hidden_sizes": [8, 8], "depths": [2, 1]}, "none"),
 }
 
 

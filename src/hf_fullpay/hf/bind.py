@@ -18,9 +18,14 @@ from transformers import PreTrainedModel
 
 from hf_fullpay.core.warning import warn
 from hf_fullpay.hf.forward import BINDING, CARRIER, Layer, plan_of
+from hf_fullpay.hf.grid import OTHERS, attach_grid, gridless
 from hf_fullpay.hf.hosts import check_host
 from hf_fullpay.hf.running import pass_past, takes_past
+from hf_fullpay.hf.swin import attach_swin, is_swin
 from hf_fullpay.plan import PRESETS, AttentionPlan
+from hf_fullpay.reach import Full
+from hf_fullpay.reach.window_global import MASK as NAMED
+from hf_fullpay.reach.windows import GRID
 
 ADVICE = 'Load it with attn_implementation="sdpa" or "eager", or choose a model whose attention can be exchanged.'
 
@@ -38,6 +43,12 @@ def bind(model: PreTrainedModel) -> None:
     Raises:
         ValueError: naming the model, the reason and what to do, if the plan cannot be honoured.
     """
+    _tell(model)
+    if any(GRID in layer.plan.inputs for _, _, layer in layers_of(model)):
+        attach_grid(model)
+
+
+def _tell(model: PreTrainedModel) -> None:
     name, label = model.config._attn_implementation, type(model).__name__
     parts = _parts(model)
     modules = [(path, module) for path, module in parts if routes(module)]
@@ -65,6 +76,8 @@ def bind(model: PreTrainedModel) -> None:
         setattr(module, BINDING, layer)
         if takes_past(module, layer.plan):
             layer.hook = module.register_forward_pre_hook(pass_past, with_kwargs=True)
+        if is_swin(module):
+            attach_swin(module)
 
 
 def refuse_class(model: PreTrainedModel, name: str) -> None:
@@ -95,6 +108,7 @@ def unbind(model: nn.Module) -> None:
     """Forget what modules were told; they are ordinary again."""
     for module in model.modules():
         layer: Layer | None = module.__dict__.pop(BINDING, None)
+        module.__dict__.pop(OTHERS, None)
         if layer is not None and layer.hook is not None:
             layer.hook.remove()
 
@@ -151,7 +165,6 @@ def _refuse_needs(label: str, path: str, module: nn.Module, plan: AttentionPlan)
     needs = {
         "soft-capped scores": getattr(config, "attn_logit_softcapping", None) is not None,
         "attention sinks": isinstance(getattr(module, "sinks", None), nn.Parameter),
-        "a shifted-window mask that says hidden by adding -100 to a learned bias": "Swin" in type(module).__name__,
     }
     for need, has in needs.items():
         if has:
@@ -161,7 +174,15 @@ def _refuse_needs(label: str, path: str, module: nn.Module, plan: AttentionPlan)
     cross = getattr(module, "is_cross_attention", False) or re.search(_CROSS, f"{path}.{type(module).__name__}")
     causal = bool(getattr(module, "is_causal", False))
     image = getattr(config, "patch_size", None) is not None
-    if reason := plan.misfit(cross=bool(cross), causal=causal, image=image):
+    reason = plan.misfit(cross=bool(cross), causal=causal, image=image)
+    if not reason and is_swin(module) and not isinstance(plan.reach, Full):
+        reason = "a Swin has windows of its own"
+    if not reason and GRID in plan.inputs:
+        reason = gridless(module)
+    own_window = getattr(module, "sliding_window", getattr(config, "sliding_window", None))
+    if not reason and NAMED in plan.inputs and own_window is not None:
+        reason = "a model with a sliding window of its own hides global tokens outside it"
+    if reason:
         raise ValueError(
             f"{label}: {reason} ({type(module).__name__} at {path!r}). Use a plan with reach=Full(), for example the "
             "preset 'fullpay' or 'bounded'."
@@ -175,9 +196,14 @@ def _check_heads(label: str, module: nn.Module, config: Any, plan: AttentionPlan
     heads = next((found for owner, name in owners if isinstance(found := getattr(owner, name, None), int)), None)
     for part in (plan.reach, plan.scores, plan.payment):
         for option, value in vars(part).items():
-            per_head = isinstance(value, tuple) and option not in plan.inputs
+            per_head = _is_per_head(value) and option not in plan.inputs  # times are floats too
             if heads is not None and per_head and len(value) != heads:
                 raise ValueError(f"{label}: {option}: expected one number or one per head ({heads}), got {len(value)}.")
+
+
+def _is_per_head(value: Any) -> bool:
+    """Numbers per head are tuples of floats; positions of tokens are integers."""
+    return isinstance(value, tuple) and any(isinstance(entry, float) for entry in value)
 
 
 def _layer_indices(model: nn.Module, paths: list[str]) -> list[int]:

@@ -18,6 +18,7 @@ from hf_fullpay.core.warning import warn
 from hf_fullpay.hf.hosts import is_flash, run_host, seen_by_flash
 from hf_fullpay.payment.mixture import Budget
 from hf_fullpay.plan import PRESETS, AttentionPlan
+from hf_fullpay.reach.windows import LAYER
 from hf_fullpay.reference import reference_attention
 
 CARRIER = "fullpay_custom"  # the name of a checkpoint whose plan is no preset
@@ -88,13 +89,14 @@ def make_forward(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
         if position_bias is not None:
             bias = position_bias if bias is None else bias + position_bias
         _warn_shortfall(layer, query.shape[2], key.shape[2])
+        offered = {**kwargs, LAYER: layer.index}
         arguments: dict[str, Any] = {
             "plan": layer.plan,
             "allowed": allowed,
             "scaling": query.shape[-1] ** -0.5 if scaling is None else scaling,
             "bias": bias,
             "strengths": _strengths(module, kwargs.get(INPUT)),
-            "given": {name: kwargs[name] for name in layer.plan.inputs if kwargs.get(name) is not None},
+            "given": {name: offered[name] for name in layer.plan.inputs if offered.get(name) is not None},
             "dropout": dropout,
         }
         past = kwargs.pop(PAST, None)
@@ -124,11 +126,11 @@ def make_forward(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
 def _unbound(module: nn.Module, name: str) -> Layer:
     """A module whose name was changed behind our back (a raw config assignment), or that stands alone."""
     plan = plan_of(getattr(module, "config", None), name)
-    if plan.layers != "all":
+    if plan.layers != "all" or LAYER in plan.inputs:
+        why = f"applies to layers {plan.layers!r} only" if plan.layers != "all" else "differs from layer to layer"
         raise ValueError(
-            f"{type(module).__name__}: expected a module that knows its layer, since the plan of {name!r} applies to "
-            f"layers {plan.layers!r} only. Load the model with attn_implementation={name!r}, or call "
-            f"model.set_attn_implementation({name!r})."
+            f"{type(module).__name__}: expected a module that knows its layer, since the plan of {name!r} {why}. Load "
+            f"the model with attn_implementation={name!r}, or call model.set_attn_implementation({name!r})."
         )
     return Layer(name, plan, 0, 1, type(module).__name__, plan.host)
 

@@ -31,6 +31,11 @@ class Band:
     def __post_init__(self) -> None:
         check_count("Band(size=...)", self.size, high=LONGEST)
 
+    @property
+    def sees(self) -> str:
+        """What a query sees, for promises."""
+        return f"a token and the {self.size - 1} before it"
+
     def restrict(self, allowed: Visible) -> Visible:
         """Keys within reach, out of those that the mask allows."""
         return allowed.within(self.size)
