@@ -14,7 +14,7 @@ from torch import Tensor
 from hf_fullpay import PRESETS, AttentionPlan, Band, attention, backend
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-SHAPES = {512: (8, 12), 2048: (1, 12), 4096: (1, 12)}  # batch, heads by length
+SHAPES = {128: (8, 12), 512: (8, 12), 2048: (1, 12), 4096: (1, 12)}  # batch, heads by length
 WIDTH = 64
 DIRECTIONS = ("forward", "forward+backward")
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
