@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_table import gpu
-from hf_fullpay import PRESETS, Blocks
+from hf_fullpay import AttentionPlan, Blocks, PRESETS
 from hf_fullpay.backends import LACKS, lacks
 from plot import draw, is_stale, points
 
@@ -58,9 +58,24 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def presets() -> str:
-    """Name, plan and promise over 512 keys."""
-    rows = [[f"`{name}`", plan.describe(), "; ".join(plan.promises(512)) or "none"] for name, plan in PRESETS.items()]
-    return table(["name", "what it does", "promise over 512 visible keys"], rows)
+    """Name, plan, where it fits and promise over 512 keys."""
+    rows = [
+        [f"`{name}`", plan.describe(), _fits(plan), "; ".join(plan.promises(512)) or "none"]
+        for name, plan in PRESETS.items()
+    ]
+    return table(["name", "what it does", "for", "promise over 512 visible keys"], rows)
+
+
+def _fits(plan: AttentionPlan) -> str:
+    """The kinds of attention that a plan makes sense for."""
+    kinds = {
+        "encoders": {"cross": False, "causal": False, "image": False},
+        "decoders": {"cross": False, "causal": True, "image": False},
+        "images": {"cross": False, "causal": False, "image": True},
+        "cross-attention": {"cross": True, "causal": False, "image": False},
+    }
+    found = [kind for kind, facts in kinds.items() if plan.misfit(**facts) is None]
+    return "all" if len(found) == len(kinds) else ", ".join(found)
 
 
 def saved() -> str:

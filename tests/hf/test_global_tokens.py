@@ -152,7 +152,7 @@ def test_other_families(name):
     ],
 )  # fmt: skip
 def test_where_a_window_makes_no_sense(make, reason):
-    with pytest.raises(ValueError, match=rf"{reason}.*Use a plan with reach=Full\(\)"):
+    with pytest.raises(ValueError, match=rf"{reason}.*Every plan with reach=Full\(\)"):
         make()
 
 

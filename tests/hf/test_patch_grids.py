@@ -122,7 +122,7 @@ def test_masked_patches_keep_their_places():
     ],
 )
 def test_where_windows_make_no_sense(make_model, reason):
-    with pytest.raises(ValueError, match=rf"{reason}.*Use a plan with reach=Full\(\)"):
+    with pytest.raises(ValueError, match=rf"{reason}.*Every plan with reach=Full\(\)"):
         make_model()
 
 

@@ -184,8 +184,8 @@ def _refuse_needs(label: str, path: str, module: nn.Module, plan: AttentionPlan)
         reason = "a model with a sliding window of its own hides global tokens outside it"
     if reason:
         raise ValueError(
-            f"{label}: {reason} ({type(module).__name__} at {path!r}). Use a plan with reach=Full(), for example the "
-            "preset 'fullpay' or 'bounded'."
+            f"{label}: {reason} ({type(module).__name__} at {path!r}). Every plan with reach=Full() and no delays fits, for "
+            "example the preset 'fullpay' or 'bounded'."
         )
 
 

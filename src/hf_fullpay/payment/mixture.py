@@ -79,7 +79,7 @@ class Budget:
         return (
             f"floor {self.floor:g} asked for, {self.least(n):.3g} given: over {n} keys the budget of "
             f"{smallest(self.budget):g} pays at most budget / n each, and no attention could give more than "
-            f"1 / n = {1 / n:.3g}. Raise budget, or lower floor to silence this."
+            f"1 / n = {1 / n:.3g}. A plan with floor=None asks for what the budget gives, and says nothing."
         )
 
 

@@ -38,7 +38,8 @@ class Bounded:
         bound: limit of the compressed score, one number or one per head; None or infinity for no limit.
         centre: "mean" (linear in N), "median" (lower median, exact) or "none".
         temperature: tau, a positive number, or "auto" for 1 / sqrt(n_i).
-        slope: "preserve", "sharpen" or "rescale", see the module.
+        slope: "preserve" (z = B tanh((s - m) / B), B = bound / tau: slope 1 at the centre), "sharpen" (B tanh((s - m) /
+            bound): slope 1 / tau, for training anew) or "rescale" (the row shrunk until its largest |s - m| is B).
     """
 
     bound: PerHead | None = 2.0
