@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_table import gpu
-from hf_fullpay import AttentionPlan, Blocks, PRESETS
+from hf_fullpay import PRESETS, AttentionPlan, Blocks
 from hf_fullpay.backends import LACKS, lacks
 from plot import draw, is_stale, points
 

@@ -71,3 +71,10 @@ def test_compiled_models_are_quiet():
     torch._dynamo.reset()
     model = torch.compile(load("vit", "fullpay", num_hidden_layers=1), backend="eager", fullgraph=True)
     assert not told(lambda: states(model, **inputs("vit")))
+
+
+def test_arguments_that_the_plan_does_not_read_are_told():
+    model = build("bert", "band_causal")
+    with pytest.warns(FullPayWarning, match=r"BertForSequenceClassification: times is not read by the plan .*Band"):
+        model(**inputs("bert"), times=torch.rand(2, 9))
+    build("bert", "delay_aware")(**inputs("bert"), times=torch.rand(2, 9))

@@ -27,6 +27,7 @@ BINDING = "fullpay_layer"
 STRENGTHS = "fullpay"
 INPUT = "fullpay_input"  # the keyword that brings a gate the input of its layer
 PAST = "fullpay_past"  # the keyword that brings a floor the cache of its layer; see `running`
+ARGUMENTS = ("times", "delays", "global_attention_mask")  # of a model call, that some plans read
 # What a model may ask of its attention and we do not compute.
 REFUSED = {
     "softcap": "soft-capped scores",
@@ -81,6 +82,7 @@ def make_forward(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
         if layer is None or layer.name != name:
             layer = _unbound(module, name)
         _refuse_options(layer, kwargs)
+        _warn_unread(layer, kwargs)
         # Under autocast a rotary model hands queries and keys in FP32 beside values in BF16; the values, straight out of
         # a linear layer, have the type that the output projection expects.
         query, key = query.to(value.dtype), key.to(value.dtype)
@@ -163,6 +165,14 @@ def _refuse_options(layer: Layer, options: dict[str, Any]) -> None:
                 f"{layer.model}: expected an attention without {meaning}, got {option}. hf-fullpay does not implement "
                 'it; load this model with attn_implementation="eager".'
             )
+
+
+def _warn_unread(layer: Layer, options: dict[str, Any]) -> None:
+    """What a user gives for another plan than the one that runs."""
+    if not layer.plan.is_vanilla:
+        for name in ARGUMENTS:
+            if options.get(name) is not None and name not in layer.plan.inputs:
+                warn(f"{layer.model}: {name} is not read by the plan that runs: {layer.plan.describe()}.")
 
 
 def _allowed(
