@@ -19,16 +19,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
-# Memory-bound steps look up to 15 times slower without huge pages, and noisier; malloc reads this before Python starts.
-TUNABLES = "glibc.malloc.hugetlb=1"
-if __name__ == "__main__" and os.environ.get("GLIBC_TUNABLES") != TUNABLES:
-    os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"GLIBC_TUNABLES": TUNABLES})
+from hugepages import TUNABLES, restart
+
+if __name__ == "__main__":
+    restart()
 
 import torch
 

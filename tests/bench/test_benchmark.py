@@ -181,3 +181,16 @@ def test_a_run_writes_rows_with_all_keys(tmp_path):
     keys = {"name", "dtype", "is_causal", "n", "direction", "ratio", "iqr", "peak_mib", "backend"}
     assert len(rows) == 2
     assert all(keys <= set(row) for row in rows)
+
+
+def test_steps_with_a_cache_are_timed(tmp_path):
+    out = tmp_path / "decode.json"
+    command = [
+        sys.executable, ROOT / "benchmarks" / "decode.py", "--lengths", "64", "--dtypes", "fp32", "--rounds", "2",
+        "--json", out,
+    ]  # fmt: skip
+    subprocess.run(command, check=True, capture_output=True)
+    found = json.loads(out.read_text())
+    assert found["provenance"]["command"].startswith("python benchmarks/decode.py --lengths 64")
+    assert len(found["rows"]) == 4
+    assert all(row["n"] == 64 and row["ratio"] > 0 for row in found["rows"])
