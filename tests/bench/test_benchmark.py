@@ -63,6 +63,12 @@ def test_the_gate_is_red_for_a_wrong_candidate():
     assert "nan" in checks.wrong_output(nan, cases.inputs(33, "fp32", "cpu", 1, 2))
 
 
+@pytest.mark.parametrize("candidate", cases.presets(), ids=lambda c: f"{c.name}-{'causal' if c.is_causal else 'full'}")
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_no_preset_is_red(candidate, dtype):
+    assert checks.wrong_preset(candidate, dtype, "cpu") == ""
+
+
 def test_nothing_is_timed_on_a_red_check(monkeypatch, capsys):
     monkeypatch.setattr(gpu, "wrong_preset", lambda candidate, *_, **__: "output errs" * (candidate.name == "fullpay"))
     rows, red = gpu.run_gpu(["fullpay", "band_causal"], "cpu", 1, TINY)
