@@ -44,11 +44,12 @@ def test_a_peer_that_cannot_run_says_why(monkeypatch):
     assert "cannot clamp" in peers.flexed("fullpay_clamp", False, "cuda").reason
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("name", ["eager", "sdpa_mask", "sdpa_mask:band_causal"])
-def test_peers_compute_what_they_are_compared_with(name, is_causal):
+@pytest.mark.parametrize("name", ["eager", "sdpa_mask", "sdpa_mask:band_causal", "linear", "bounded:median"])
+def test_peers_compute_what_they_are_compared_with(name, is_causal, dtype):
     found = [c for c in peers.peers(None, "cpu") if (c.name, c.is_causal) == (name, is_causal)]
-    leaves = cases.inputs(70, "fp32", "cpu", 2, 3)
+    leaves = cases.inputs(70, dtype, "cpu", 2, 3)
     assert all(checks.wrong_output(candidate, leaves) == "" for candidate in found)
 
 
