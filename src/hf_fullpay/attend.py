@@ -12,8 +12,8 @@ Blocks go through relays and chunks through chunks, with the mean beside them fo
 sends both to the reference. Windows are cut into pieces, and each piece goes its way by the table (where the model itself
 brings a mask or a bias of pairs, the reach joins that mask instead). host is torch's scaled_dot_product_attention (chunked
 for a band), tiles and delay recompute scores in tiles of rows, mean is the mean of visible values, linear in N (decoding:
-from a running sum). FlexAttention or our Triton kernels take the place of host and tiles where `backends` says so. Asked
-for weights, the dense reference answers.
+from a running sum). FlexAttention or our Triton kernels take the place of host and tiles where `backends` says so, the
+kernels that of the mean too. Asked for weights, the dense reference answers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from hf_fullpay.fast.cut import Cut, Piece, whole
 from hf_fullpay.fast.delay import delayed_attention
 from hf_fullpay.fast.grid import Grid, grid_cut
 from hf_fullpay.fast.host import host_attention
-from hf_fullpay.fast.kernels import kernel_attention
+from hf_fullpay.fast.kernels import kernel_attention, kernel_mean
 from hf_fullpay.fast.mean import blend, visible_mean
 from hf_fullpay.fast.relays import Squash, relay_attention
 from hf_fullpay.fast.sliding import sliding_cut, step_cut
@@ -114,29 +114,19 @@ def attend(
             bias = bias * gain if bias is not None else None
 
     cut = _cut(query, key, value, plan.reach, allowed, given, bias is not None)
+    paid = _paid(query, value, plan, allowed, cut, strengths, past, backend)
+    fused = paid if backend == "triton" else None  # the kernels add the floor themselves
     output = hosted
     if output is None and isinstance(plan.scores, DelayBias):
         output = _delayed(
             query, key, value, plan.scores, cut.pieces[0].visible, allowed, scaling, bias, strengths, given, dropout
         )
     elif output is None:
-        parts = [_attend(piece, plan, scaling, bias, strengths, dropout, backend) for piece in cut.pieces]
+        parts = [_attend(piece, plan, scaling, bias, strengths, dropout, backend, fused) for piece in cut.pieces]
         output = cut.join(parts)
 
-    if isinstance(plan.payment, Mixture) and not (plan.payment.is_neutral and "budget" not in strengths):
-        budget = to_heads("budget", strengths.get("budget", plan.payment.budget), query)
-        limited = any(piece.visible is not allowed for piece in cut.pieces)
-        seen = cut.join([piece.visible.counts() for piece in cut.pieces]) if limited else None
-        if past is not None:
-            counts, mean = past.count, past.mean
-        elif plan.payment.pay == "visible" or seen is None:
-            counts, mean = allowed.counts(), visible_mean(value, allowed)
-        else:
-            counts, mean = seen, cut.join([visible_mean(piece.value, piece.visible) for piece in cut.pieces])
-        t = share(plan.payment.floor, budget, counts.to(accumulate(query.dtype)))
-        if plan.payment.pay == "visible" and seen is not None:
-            t = t * (seen > 0)  # a query whose reach is empty gives zeros
-        output = blend(output, mean, t)
+    if paid is not None and fused is None:
+        output = blend(output, *paid)
     if plan.gate:
         output = gated(output, strengths["gate"])
     return output
@@ -165,19 +155,34 @@ def _cut(
     return whole(query, key, value, restricted(reach, allowed, given, query))
 
 
+def _paid(
+    query: Tensor, value: Tensor, plan: AttentionPlan, allowed: Visible, cut: Cut, strengths: Strengths,
+    past: RunningSum | None, backend: str,
+) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+    """Mean (B, G or H, N or 1, Dv) of what the floor goes to and its share, broadcastable to (B, H, N, 1); None without."""
+    payment = plan.payment
+    if not isinstance(payment, Mixture) or (payment.is_neutral and "budget" not in strengths):
+        return None
+    mean_of = kernel_mean if backend == "triton" else visible_mean
+    budget = to_heads("budget", strengths.get("budget", payment.budget), query)
+    limited = any(piece.visible is not allowed for piece in cut.pieces)
+    seen = cut.join([piece.visible.counts() for piece in cut.pieces]) if limited else None
+    if past is not None:
+        counts, mean = past.count, past.mean
+    elif payment.pay == "visible" or seen is None:
+        counts, mean = allowed.counts(), mean_of(value, allowed)
+    else:
+        counts, mean = seen, cut.join([mean_of(piece.value, piece.visible) for piece in cut.pieces])
+    t = share(payment.floor, budget, counts.to(accumulate(query.dtype)))
+    if payment.pay == "visible" and seen is not None:
+        t = t * (seen > 0)  # a query whose reach is empty gives zeros
+    return mean, t
+
+
 def _delayed(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scores: DelayBias,
-    visible: Visible,
-    allowed: Visible,
-    scaling: float,
-    bias: Tensor | None,
-    strengths: Strengths,
-    given: Given | None,
-    dropout: float,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, scores: DelayBias, visible: Visible, allowed: Visible, scaling: float,
+    bias: Tensor | None, strengths: Strengths, given: Given | None, dropout: float,
+) -> Tensor:  # fmt: skip
     """Softmax weights of delayed scores; a strength of nothing is the host's business."""
     arguments: dict[str, Any] = {"visible": visible, "scaling": scaling, "bias": bias, "dropout": dropout}
     if scores.is_neutral and "beta" not in strengths:
@@ -192,15 +197,10 @@ def _delayed(
 
 
 def _attend(
-    piece: Piece,
-    plan: AttentionPlan,
-    scaling: float,
-    bias: Tensor | None,
-    strengths: Strengths,
-    dropout: float,
-    backend: str,
-) -> Tensor:
-    """Softmax or clamped weights over what the queries of a piece see."""
+    piece: Piece, plan: AttentionPlan, scaling: float, bias: Tensor | None, strengths: Strengths, dropout: float,
+    backend: str, paid: tuple[Tensor, Tensor] | None,
+) -> Tensor:  # fmt: skip
+    """Softmax or clamped weights over what the queries of a piece see, with the floor `paid` on the kernels."""
     query, key, value, visible = piece.query, piece.key, piece.value, piece.visible
     rows = _row_numbers(query, key, plan, visible, scaling, bias, strengths)
     if isinstance(plan.reach, Blocks):
@@ -219,6 +219,8 @@ def _attend(
 
         return flexible_attention(query, key, value, visible=visible, scaling=scaling, **rows)
     if backend == "triton":
+        if paid is not None:
+            rows["mean"], rows["share"] = paid
         return kernel_attention(query, key, value, visible=visible, scaling=scaling, bias=bias, **rows)
     attend_rows = tiled_attention if rows else host_attention
     return attend_rows(query, key, value, visible=visible, scaling=scaling, bias=bias, dropout=dropout, **rows)
