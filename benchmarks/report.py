@@ -116,8 +116,8 @@ def speed() -> str:
         "Time as a multiple of SDPA of the same causality in the same run, forward / forward and backward, median of "
         f"{where['rounds']} interleaved rounds; batch 1 with 12 heads of width 64 (batch 8 up to n = 512); "
         f"{where['device']}, {where['threads']} thread, torch {where['torch']}, {where['date']}, "
-        f"`{where['command'].strip()}`. Peak memory above the inputs, forward and backward, FP32.\n\n"
-        + table(head, rows)
+        f"`{where['command'].strip()}`. Peak memory "
+        "above the inputs, forward and backward, FP32.\n\n" + table(head, rows)
     )
 
 
