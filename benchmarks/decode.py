@@ -16,27 +16,30 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from run import DTYPES, TUNABLES, clock, provenance
+from hugepages import TUNABLES, restart
 
-if __name__ == "__main__" and os.environ.get("GLIBC_TUNABLES") != TUNABLES:
-    os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"GLIBC_TUNABLES": TUNABLES})
+if __name__ == "__main__":
+    restart()
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from cases import DTYPES
 from hf_fullpay import PRESETS, FullPayWarning, Mixture, attention
 from hf_fullpay.hf.forward import BINDING, PAST, Layer, make_forward
 from hf_fullpay.hf.running import KEPT, pass_past
+from provenance import provenance
+from timing import Stopwatch, interleaved, ratios
 
 SHAPES = {"12 heads": (12, 12), "32 heads, 8 groups": (32, 8)}  # query heads, key/value heads; batch 1, width 64
 LENGTHS = (1024, 4096, 16384)
@@ -63,14 +66,9 @@ def main() -> int:
                             rows.append(measure(step, options))
                         print(line(rows[-1]), flush=True)
     if options.json:
-        options.json.write_text(
-            json.dumps({"provenance": provenance(options) | command(), "rows": rows}, indent=1) + "\n"
-        )
+        origin = provenance(options.device, threads=options.threads, malloc=TUNABLES, rounds=options.rounds)
+        options.json.write_text(json.dumps({"provenance": origin, "rows": rows}, indent=1) + "\n")
     return 1 if red else 0
-
-
-def command() -> dict[str, str]:
-    return {"command": "python benchmarks/decode.py " + " ".join(sys.argv[1:])}
 
 
 def line(row: dict[str, Any]) -> str:
@@ -166,25 +164,23 @@ def measure(step: Step, options: argparse.Namespace) -> dict[str, Any]:
     """One row."""
     runs, n = {"ours": step.ours, "sdpa": step.sdpa}, step.key.shape[2]
     burst = BURST.get(n, 5)
-    times: dict[str, list[float]] = {key: [] for key in runs}
-    for round_ in range(options.rounds + 2):
-        for key, run in runs.items():
-            start = clock(options)
+
+    def several(run: Callable[[], Tensor]) -> Callable[[], None]:
+        def steps() -> None:
             for _ in range(burst):
                 run()
-            spent = (clock(options) - start) / burst
-            if round_ >= 2:  # two rounds warm up
-                times[key].append(spent)
-    low, middle, high = statistics.quantiles(
-        [ours / sdpa for ours, sdpa in zip(times["ours"], times["sdpa"], strict=True)], n=4
-    )
+
+        return steps
+
+    times = interleaved({key: several(run) for key, run in runs.items()}, options.rounds, Stopwatch(options.device))
+    ratio, iqr = ratios(times["ours"], times["sdpa"])
     return {
         "name": step.name, "dtype": step.dtype, "n": n, "padded": step.padded,
         "shape": [1, step.query.shape[1], step.key.shape[1], n, 64],
-        "ratio": round(middle, 3), "iqr": [round(low, 3), round(high, 3)],
+        "ratio": ratio, "iqr": iqr,
         "least": round(min(times["ours"]) / min(times["sdpa"]), 3),
-        "seconds": round(statistics.median(times["ours"]), 7),
-        "sdpa_seconds": round(statistics.median(times["sdpa"]), 7),
+        "seconds": round(statistics.median(times["ours"]) / burst, 7),
+        "sdpa_seconds": round(statistics.median(times["sdpa"]) / burst, 7),
         "backend": "torch-" + options.device,
     }  # fmt: skip
 

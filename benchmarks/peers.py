@@ -1,4 +1,5 @@
-"""What else a user could run: eager attention, SDPA with a dense mask, FlexAttention, another package of normalizers.
+"""What else a user could run: eager attention, SDPA with a dense mask, FlexAttention, linear attention (FAVOR+), another
+package of normalizers; and bounded scores around the exact median, which no preset has.
 
 A peer that cannot run here keeps its row, which says why.
 """
@@ -7,15 +8,17 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import sys
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from cases import Call, Candidate, allows, reach_mask, truth_of, under
-from hf_fullpay import PRESETS, AttentionPlan, Band, Full
+from hf_fullpay import PRESETS, AttentionPlan, Band, Bounded, Full
 from hf_fullpay.backends import LACKS, lacks
 from hf_fullpay.fast.flex import has_compiler
 
@@ -28,6 +31,9 @@ def peers(names: Sequence[str] | None, device: str, flex_names: Sequence[str] | 
     found = [Candidate("eager", causal, eager(causal)) for causal in (False, True)]
     found += [masked("sdpa_mask", AttentionPlan(), causal) for causal in (False, True)]
     found += [softmax1(causal) for causal in (False, True)]
+    found += [linear(causal) for causal in (False, True)]
+    if names is None or "bounded" in names:
+        found += [exact_median(causal) for causal in (False, True)]
     for name in names or PRESETS:
         plan = PRESETS[name]
         for is_causal in (False, True):
@@ -114,3 +120,22 @@ def softmax1(is_causal: bool) -> Candidate:
         return torch.softmax(F.pad(scores, (0, 1)), -1)[..., :-1] @ value
 
     return Candidate(name, is_causal, run, truth)
+
+
+def linear(is_causal: bool) -> Candidate:
+    """FAVOR+ of recipes/peer_attentions.py: another function too, checked against itself in float64."""
+    recipes = str(Path(__file__).parent.parent / "recipes")
+    if recipes not in sys.path:
+        sys.path.append(recipes)
+    from peer_attentions import linear_attention
+
+    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return linear_attention(query, key, value, scaling=query.shape[-1] ** -0.5, causal=is_causal)
+
+    return Candidate("linear", is_causal, run, run)
+
+
+def exact_median(is_causal: bool) -> Candidate:
+    """The preset `bounded` with the median in the place of the mean."""
+    plan = AttentionPlan(scores=Bounded(bound=2.0, centre="median", temperature="auto"))
+    return Candidate("bounded:median", is_causal, under("torch", plan, is_causal), truth_of(plan, is_causal))

@@ -19,8 +19,9 @@ ROOT = Path(__file__).parent.parent
 
 def provenance(device: str, **details: Any) -> dict[str, Any]:
     """Command, commit, date, versions and machine."""
+    script = f"benchmarks/{Path(sys.argv[0]).name}"
     return {
-        "command": "python benchmarks/run.py " + " ".join(sys.argv[1:]), "commit": _git("rev-parse", "HEAD"),
+        "command": " ".join(["python", script, *sys.argv[1:]]), "commit": _git("rev-parse", "HEAD"),
         "changed": bool(_git("status", "--porcelain", "src", "kernels", "benchmarks/*.py")),
         "date": time.strftime("%Y-%m-%d"), "torch": torch.__version__, "python": platform.python_version(),
         "device": torch.cuda.get_device_name() if device == "cuda" else f"{_processor()}, {os.cpu_count()} cores",

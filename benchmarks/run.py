@@ -9,26 +9,26 @@
 
 A row is {name, dtype, is_causal, n, direction, ratio, iqr, peak_mib, backend}: the median and the interquartile range of
 time / SDPA time of the same causality, over interleaved rounds. Peers are rows of the same form, named eager, sdpa_mask
-(sdpa_mask:NAME for the mask of a preset's reach), flex:NAME and hf-attention-normalizers:softmax1; one that cannot run
-has no numbers and a reason. Before a row is timed its result, and a preset's gradients, are compared with float64; on a red
-check no speed is printed and the exit status is 1. Peak memory is that of a child process above the inputs, forward and
-backward (forward alone for what has no gradients). Exit status 2: nothing was measured.
+(sdpa_mask:NAME for the mask of a preset's reach), flex:NAME, linear, hf-attention-normalizers:softmax1 and, ours,
+bounded:median; one that cannot run has no numbers and a reason. Before a row is timed its result, and a preset's
+gradients, are compared with float64; on a red check no speed is printed and the exit status is 1. Peak
+memory is that of a child process above the inputs, forward and backward (forward alone for what has no gradients). Exit
+status 2: nothing was measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
-# Memory-bound steps look up to 15 times slower without huge pages, and noisier; malloc reads this before Python starts.
-TUNABLES = "glibc.malloc.hugetlb=1"
-if __name__ == "__main__" and os.environ.get("GLIBC_TUNABLES") != TUNABLES:
-    os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"GLIBC_TUNABLES": TUNABLES})
+from hugepages import TUNABLES, restart
+
+if __name__ == "__main__":
+    restart()
 
 import torch
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from families import build, inputs
 from hf_fullpay import (
@@ -24,6 +23,7 @@ from hf_fullpay import (
 from hf_fullpay.attend import attend
 from hf_fullpay.core.visible import Visible
 from hf_fullpay.hf.forward import CARRIER
+from largest import largest
 
 BLOCKS = AttentionPlan(Blocks(4))
 CHUNKS = AttentionPlan(Chunks(5, 2, exchange=0.3))
@@ -178,21 +178,6 @@ def test_a_compiled_step_serves_every_length_of_the_cache(plan, padded):
     assert counter.frame_count == 1
 
 
-class Largest(TorchDispatchMode):
-    """The most entries of any tensor made."""
-
-    def __init__(self):
-        super().__init__()
-        self.most = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(tensor, torch.Tensor):
-                self.most = max(self.most, tensor.numel())
-        return result
-
-
 @pytest.mark.parametrize(
     "plan", [AttentionPlan(Blocks(64)), AttentionPlan(Chunks(64, 16), payment=Mixture())], ids=["blocks", "chunks"]
 )
@@ -204,9 +189,11 @@ def test_no_square_is_ever_made(plan, causal, padded):
     n = 2048
     leaves = tensors(n, dtype=torch.float32)
     visible = torch.ones(1, n, dtype=torch.bool).index_fill(1, torch.arange(5), False) if padded else None
-    with Largest() as made:
+
+    def step():
         attention(*leaves, plan=plan, visible=visible, is_causal=causal).sum().backward()
-    assert made.most < n * n / 16
+
+    assert largest(step) < n * n / 16
 
 
 @BOTH

@@ -141,14 +141,18 @@ def test_strides_beyond_32_bits(where, axis):
     share = torch.full((1, 1, 1, 1), 0.25, device=DEVICE)
     near = {name: leaf(*shape, dtype=torch.bfloat16) for name in ("query", "key", "value", "mean")}
     wide = {name: far(shape, axis, stride).copy_(x.detach()).requires_grad_() for name, x in near.items()}
+    keys = padding(17, left=True)
+    row = min(axis, 1)
+    far_keys = far((2, 17), row, 2**31 // (keys.shape[row] - 1) + 64, torch.bool).copy_(keys)
 
-    def run(query, key, value, mean):
-        out = attention(query, key, value, scaling=0.25, offset=0, share=share, mean=mean)
-        out = out + visible_mean(value, n_queries=17, offset=0)
-        one = decode_attention(query[:, :, :1], key, value, scaling=0.25)
+    def run(keys, query, key, value, mean):
+        out = attention(query, key, value, scaling=0.25, offset=0, share=share, mean=mean, keys=keys)
+        out = out + visible_mean(value, n_queries=17, offset=0, keys=keys)
+        last = {"share": share, "mean": mean[:, :, :1], "keys": keys}
+        one = decode_attention(query[:, :, :1], key, value, scaling=0.25, **last)
         return [out, one, *torch.autograd.grad(out.float().square().sum(), (query, key, value, mean))]
 
-    assert all(torch.equal(got, want) for got, want in zip(run(**wide), run(**near), strict=True))
+    assert all(torch.equal(got, want) for got, want in zip(run(far_keys, **wide), run(keys, **near), strict=True))
 
 
 @everywhere

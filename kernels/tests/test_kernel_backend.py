@@ -6,7 +6,9 @@ from formula import DEVICE, compare, leaf
 
 import hf_fullpay
 from hf_fullpay import PRESETS, AttentionPlan, Bounded, attention, backend
+from hf_fullpay.attend import attend
 from hf_fullpay.backends import lacks
+from hf_fullpay.core.visible import Visible
 from hf_fullpay.fast import kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_fullpay.FullPayWarning")
@@ -32,6 +34,31 @@ def test_presets_equal_the_reference(name, case):
     if case == "left_padded":
         options["visible"] = torch.arange(21, device=DEVICE).expand(2, -1) >= torch.tensor([[0], [9]], device=DEVICE)
     compare(under("triton", SERVED[name], **options), under("reference", SERVED[name], **options), inputs)
+
+
+@pytest.mark.parametrize("name", ["fullpay", "fullpay_band", "bounded_fullpay"])
+@pytest.mark.parametrize("mask", ["causal", "pairs"])
+def test_the_floor_is_added_inside_and_its_budget_learns(name, mask, monkeypatch):
+    shares, sound = [], kernels.load().attention
+    spy = lambda *tensors, **options: shares.append(options["share"]) or sound(*tensors, **options)  # noqa: E731
+    monkeypatch.setattr(kernels.load(), "attention", spy)
+    dense = torch.rand(2, 2, 21, 21, device=DEVICE) > 0.3 if mask == "pairs" else None
+    allowed = Visible(21, 21, torch.device(DEVICE), dense=dense, offset=0)
+    inputs = {name: leaf(2, heads, 21, 16) for name, heads in (("query", 2), ("key", 1), ("value", 1))}
+    inputs["budget"] = leaf(2, low=0.1, high=0.4)
+
+    def on(chosen):
+        def function(query, key, value, budget):
+            with backend(chosen):
+                return attend(
+                    query, key, value, plan=PRESETS[name], allowed=allowed, scaling=0.25, strengths={"budget": budget}
+                )
+
+        return function
+
+    compare(on("triton"), on("reference"), inputs)
+    assert shares
+    assert all(share is not None for share in shares)
 
 
 @pytest.mark.parametrize("name", ["fullpay", "bounded", "band_causal"])

@@ -23,6 +23,7 @@ from hf_fullpay.core.shapes import check_shapes, split_mask
 from hf_fullpay.core.visible import Visible
 from hf_fullpay.core.warning import warn
 from hf_fullpay.fast.cut import Cut
+from hf_fullpay.fast.kernels import kernel_mean
 from hf_fullpay.fast.mean import blend, visible_mean
 from hf_fullpay.paths import Call, cut_by_reach, has_fast_path, weigh
 from hf_fullpay.payment import Mixture
@@ -94,31 +95,37 @@ def attend(
             bias = bias * gain if bias is not None else None
 
     call = Call(plan, allowed, scaling, bias, strengths, given, dropout)
-    cut = cut_by_reach(query, key, value, call)
-    output = cut.join([weigh(piece, call, backend) for piece in cut.pieces]) if hosted is None else hosted
+    cut, paid = cut_by_reach(query, key, value, call), None
     if isinstance(plan.payment, Mixture) and not (plan.payment.is_neutral and "budget" not in strengths):
-        output = _pay(output, query, value, cut, call, past)
+        paid = _paid(query, value, cut, call, past, backend)
+    fused = paid if backend == "triton" else None  # the kernels blend as they write
+    output = cut.join([weigh(piece, call, backend, fused) for piece in cut.pieces]) if hosted is None else hosted
+    if paid is not None and fused is None:
+        output = blend(output, *paid)
     if plan.gate:
         output = gated(output, strengths["gate"])
     return output
 
 
-def _pay(output: Tensor, query: Tensor, value: Tensor, cut: Cut, call: Call, past: RunningSum | None) -> Tensor:
-    """Blend with the mean of the values that a mixture pays."""
+def _paid(
+    query: Tensor, value: Tensor, cut: Cut, call: Call, past: RunningSum | None, backend: str
+) -> tuple[Tensor, Tensor]:
+    """Mean of the values that a mixture pays, (B, G or H, N or 1, Dv), and its share, which broadcasts to (B, H, N, 1)."""
     payment: Any = call.plan.payment
+    mean_of = kernel_mean if backend == "triton" else visible_mean
     budget = to_heads("budget", call.strengths.get("budget", payment.budget), query)
     limited = any(piece.visible is not call.allowed for piece in cut.pieces)
     seen = cut.join([piece.visible.counts() for piece in cut.pieces]) if limited else None
     if past is not None:
         counts, mean = past.count, past.mean
     elif payment.pay == "visible" or seen is None:
-        counts, mean = call.allowed.counts(), visible_mean(value, call.allowed)
+        counts, mean = call.allowed.counts(), mean_of(value, call.allowed)
     else:
-        counts, mean = seen, cut.join([visible_mean(piece.value, piece.visible) for piece in cut.pieces])
+        counts, mean = seen, cut.join([mean_of(piece.value, piece.visible) for piece in cut.pieces])
     t = share(payment.floor, budget, counts.to(accumulate(query.dtype)))
     if payment.pay == "visible" and seen is not None:
         t = t * (seen > 0)  # a query whose reach is empty gives zeros
-    return blend(output, mean, t)
+    return mean, t
 
 
 def attention(

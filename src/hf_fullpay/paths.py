@@ -91,8 +91,9 @@ def cut_by_reach(query: Tensor, key: Tensor, value: Tensor, call: Call) -> Cut:
     return whole(query, key, value, restricted(reach, allowed, given, query))
 
 
-def weigh(piece: Piece, call: Call, backend: str) -> Tensor:
-    """Softmax or clamped weights of a piece, applied to its values: (B, H, N, Dv)."""
+def weigh(piece: Piece, call: Call, backend: str, paid: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    """Softmax or clamped weights of a piece, applied to its values: (B, H, N, Dv). The kernels blend these with `paid`,
+    the mean and the share of a mixture."""
     plan = call.plan
     query, key, value = piece.query, piece.key, piece.value
     common: dict[str, Any] = {"visible": piece.visible, "scaling": call.scaling}
@@ -111,7 +112,8 @@ def weigh(piece: Piece, call: Call, backend: str) -> Tensor:
 
         return flexible_attention(query, key, value, **common, **rows)
     if backend == "triton":
-        return kernel_attention(query, key, value, **common, bias=call.bias, **rows)
+        mean, share = paid or (None, None)
+        return kernel_attention(query, key, value, **common, bias=call.bias, **rows, mean=mean, share=share)
     function = tiled_attention if rows else host_attention
     return function(query, key, value, **common, bias=call.bias, dropout=call.dropout, **rows)
 

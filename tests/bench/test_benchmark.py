@@ -44,11 +44,12 @@ def test_a_peer_that_cannot_run_says_why(monkeypatch):
     assert "cannot clamp" in peers.flexed("fullpay_clamp", False, "cuda").reason
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("name", ["eager", "sdpa_mask", "sdpa_mask:band_causal"])
-def test_peers_compute_what_they_are_compared_with(name, is_causal):
+@pytest.mark.parametrize("name", ["eager", "sdpa_mask", "sdpa_mask:band_causal", "linear", "bounded:median"])
+def test_peers_compute_what_they_are_compared_with(name, is_causal, dtype):
     found = [c for c in peers.peers(None, "cpu") if (c.name, c.is_causal) == (name, is_causal)]
-    leaves = cases.inputs(70, "fp32", "cpu", 2, 3)
+    leaves = cases.inputs(70, dtype, "cpu", 2, 3)
     assert all(checks.wrong_output(candidate, leaves) == "" for candidate in found)
 
 
@@ -61,6 +62,12 @@ def test_the_gate_is_red_for_a_wrong_candidate():
     assert checks.wrong_preset(leaky, "fp32", "cpu").startswith("d value errs")
     nan = replace(right, run=lambda q, k, v: right.run(q, k, v) * float("nan"))
     assert "nan" in checks.wrong_output(nan, cases.inputs(33, "fp32", "cpu", 1, 2))
+
+
+@pytest.mark.parametrize("candidate", cases.presets(), ids=lambda c: f"{c.name}-{'causal' if c.is_causal else 'full'}")
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_no_preset_is_red(candidate, dtype):
+    assert checks.wrong_preset(candidate, dtype, "cpu") == ""
 
 
 def test_nothing_is_timed_on_a_red_check(monkeypatch, capsys):
@@ -181,3 +188,16 @@ def test_a_run_writes_rows_with_all_keys(tmp_path):
     keys = {"name", "dtype", "is_causal", "n", "direction", "ratio", "iqr", "peak_mib", "backend"}
     assert len(rows) == 2
     assert all(keys <= set(row) for row in rows)
+
+
+def test_steps_with_a_cache_are_timed(tmp_path):
+    out = tmp_path / "decode.json"
+    command = [
+        sys.executable, ROOT / "benchmarks" / "decode.py", "--lengths", "64", "--dtypes", "fp32", "--rounds", "2",
+        "--json", out,
+    ]  # fmt: skip
+    subprocess.run(command, check=True, capture_output=True)
+    found = json.loads(out.read_text())
+    assert found["provenance"]["command"].startswith("python benchmarks/decode.py --lengths 64")
+    assert len(found["rows"]) == 4
+    assert all(row["n"] == 64 and row["ratio"] > 0 for row in found["rows"])

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_fullpay.core.visible import Visible
 from hf_fullpay.fast import delay
 from hf_fullpay.fast.delay import delayed_attention
 from hf_fullpay.scores.delay import lags
+from largest import largest
 from padded import B, padding
 
 H, G, CPU = 4, 2, torch.device("cpu")
@@ -148,25 +148,10 @@ def test_dropout_is_unbiased_and_the_same_in_backward() -> None:
     torch.testing.assert_close(mean, run(0.0), rtol=0, atol=0.12)
 
 
-class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that anything makes."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(tensor, Tensor):
-                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
-        return result
-
-
 def test_no_tensor_of_queries_times_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(delay.TILE_ELEMENTS, "cpu", 1 << 12)
     n = 1024
     query, rows = torch.randn(1, 1, n, 4), torch.arange(n, dtype=torch.float32)[None]
     inputs = (query, query, query, None, torch.ones(1, 1, 1, 1), rows, rows, None, None, None, None, 0, None, 0.5, 0.0)
-    with Largest() as largest:
-        delay._forward(*inputs)
-        delay._backward(query, [True, True, True, False, True, False, False, False], *inputs)
-    assert largest.elements <= 16 * n
+    needs = [True, True, True, False, True, False, False, False]
+    assert largest(lambda: (delay._forward(*inputs), delay._backward(query, needs, *inputs))) <= 16 * n

@@ -215,7 +215,7 @@ def decode_attention(
         rate, amplitude = _rate(width, amplitude, shape)
     numbers = {"centre": None if width is None else centre, "share": share}
     return run_decode(
-        query, key, value, scaling=float(scaling), keys=None if keys is None else keys.view(torch.uint8),
+        query, key, value, scaling=float(scaling), keys=_bytes(keys),
         bias=None if bias is None else bias.expand(*shape, n_keys), low=low, high=high, rate=rate,
         amplitude=amplitude, mean=mean, splits=splits,
         **{name: None if row is None else _row(row, shape) for name, row in numbers.items()},
@@ -263,7 +263,7 @@ def _call(inputs: dict[str, Any], options: dict[str, Any]) -> Call:
         rate, amplitude = _rate(inputs["width"], inputs["amplitude"], rows)
     return Call(
         query, key, inputs["value"], options["scaling"],
-        keys=None if keys is None else keys.view(torch.uint8),
+        keys=_bytes(keys),
         mask=None if mask is None else mask.view(torch.uint8).expand(pairs),
         bias=None if bias is None else bias.expand(pairs),
         segments=None if options["cu_seqlens"] is None else packed(options["cu_seqlens"], query.shape[2]),
@@ -274,6 +274,11 @@ def _call(inputs: dict[str, Any], options: dict[str, Any]) -> Call:
         floor=None if inputs["clamp_floor"] is None else _row(inputs["clamp_floor"], rows),
         precision=options["precision"], fast_tanh=options["fast_tanh"],
     )  # fmt: skip
+
+
+def _bytes(keys: Tensor | None) -> Tensor | None:
+    """Key padding as the kernels read it: contiguous, so that 32 bits hold every offset in a row."""
+    return None if keys is None else keys.contiguous().view(torch.uint8)
 
 
 def _row(row: Tensor, shape: tuple[int, int, int]) -> Tensor:

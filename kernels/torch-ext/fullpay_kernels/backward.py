@@ -67,9 +67,8 @@ def delta_kernel(
         d_mean += b * dm_strides[0] + m * dm_strides[1]
         if ONE:
             cols = tl.arange(0, PAD_V)
-            tl.store(
-                d_mean + tile.to(tl.int64) * dm_strides[2] + cols * dm_strides[3], tl.sum(to_mean, 0), mask=cols < DV
-            )
+            at = d_mean + tile.to(tl.int64) * dm_strides[2] + cols.to(tl.int64) * dm_strides[3]
+            tl.store(at, tl.sum(to_mean, 0), mask=cols < DV)
         else:
             store_tile(d_mean, dm_strides[2], dm_strides[3], top, n_queries, to_mean, ROWS, DV, PAD_V)
 

@@ -106,10 +106,10 @@ def combine_kernel(
     inside = (several < splits)[:, None] & (cols < DV)[None, :]
     gathered = tl.sum(tl.load(parts + place[:, None] * DV + cols[None, :], mask=inside, other=0.0) * w[:, None], 0)
     if share is not None:
-        at = mean + b * mean_strides[0] + h // mean_group * mean_strides[1] + cols * mean_strides[3]
+        at = mean + b * mean_strides[0] + h // mean_group * mean_strides[1] + cols.to(tl.int64) * mean_strides[3]
         t = tl.load(share + pair)
         gathered = (1.0 - t) * gathered + t * tl.load(at, mask=cols < DV, other=0.0).to(tl.float32)
-    at = out + b * o_strides[0] + h * o_strides[1] + cols * o_strides[3]
+    at = out + b * o_strides[0] + h * o_strides[1] + cols.to(tl.int64) * o_strides[3]
     tl.store(at, gathered.to(out.dtype.element_ty), mask=cols < DV)
 
 

@@ -88,7 +88,7 @@ def _parts(query: Tensor, key: Tensor, value: Tensor, relay_key: Tensor, relay_v
     block = token // size
     own = Segments(block * size, (block + 1) * size, block * size, (block + 1) * size)
     keys, same = options["keys"], {"scaling": options["scaling"], "precision": options["precision"]}
-    alive = None if keys is None else keys.view(torch.uint8)
+    alive = None if keys is None else keys.contiguous().view(torch.uint8)
     offset = 0 if options["causal"] else None
     parts = [Call(query, key, value, keys=alive, segments=own, offset=offset, **same)]
     pairs = (*query.shape[:3], relays)

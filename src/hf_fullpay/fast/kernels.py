@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hf_fullpay.core.visible import Visible
 from hf_fullpay.core.warning import warn
+from hf_fullpay.fast.mean import blend, visible_mean
 from hf_fullpay.fast.tiles import tiled_attention
 
 
@@ -51,8 +52,10 @@ def kernel_attention(
     width: Tensor | None = None,
     amplitude: Tensor | None = None,
     floor: Tensor | None = None,
+    share: Tensor | None = None,
+    mean: Tensor | None = None,
 ) -> Tensor:
-    """`fast.tiles.tiled_attention` on the kernels; arguments as there."""
+    """`fast.tiles.tiled_attention` on the kernels, arguments as there; with a share, `fast.mean.blend` of it and a mean."""
     kernels = load()
     at: dict[str, Any] = {
         "keys": visible.keys, "mask": visible.dense, "offset": visible.offset, "window": visible.window,
@@ -60,15 +63,26 @@ def kernel_attention(
     if median:
         centre = kernels.lower_median(query, key, scaling=scaling, bias=bias, **at)
     needs = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (query, key, value, bias, centre, width, amplitude, floor)
+        x is not None and x.requires_grad
+        for x in (query, key, value, bias, centre, width, amplitude, floor, share, mean)
     )
-    rows: dict[str, Any] = {"bias": bias, "centre": centre, "width": width, "amplitude": amplitude}
+    rows: dict[str, Any] = {
+        "bias": bias, "centre": centre, "width": width, "amplitude": amplitude, "share": share, "mean": mean,
+    }  # fmt: skip
     if query.shape[2] == 1 and not needs and visible.dense is None and floor is None:
         del at["mask"]
         out = kernels.decode_attention(query, key, value, scaling=scaling, **at, **rows)
     else:
         out = kernels.attention(query, key, value, scaling=scaling, **at, **rows, clamp_floor=floor)
     return torch.where(visible.counts() > 0, out, 0.0)
+
+
+def kernel_mean(value: Tensor, visible: Visible) -> Tensor:
+    """`fast.mean.visible_mean` on the kernels, which know no dense masks."""
+    if visible.dense is not None:
+        return visible_mean(value, visible)
+    at: dict[str, Any] = {"keys": visible.keys, "offset": visible.offset, "window": visible.window}
+    return load().visible_mean(value, n_queries=visible.n_queries, **at)
 
 
 @cache
@@ -82,12 +96,17 @@ def passes_check(device: torch.device, dtype: torch.dtype) -> bool:
     counts = visible.counts()
     width = torch.full_like(counts, 2.0)
     results = []
+    share = torch.full_like(counts, 0.25)
     for attend in (kernel_attention, tiled_attention):
         inputs = [x.clone().requires_grad_() for x in tensors]
         with torch.enable_grad():
-            squashed = attend(*inputs, visible=visible, scaling=0.125, width=width, amplitude=width)
+            squashed: dict[str, Any] = {"visible": visible, "scaling": 0.125, "width": width, "amplitude": width}
+            if attend is kernel_attention:
+                mixed = attend(*inputs, **squashed, share=share, mean=kernel_mean(inputs[2], visible))
+            else:
+                mixed = blend(attend(*inputs, **squashed), visible_mean(inputs[2], visible), share)
             clamped = attend(*inputs, visible=visible, scaling=0.125, floor=0.05 / counts)
-            out = squashed.float() + clamped.float()
+            out = mixed.float() + clamped.float()
             results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
     # Two roundings of each kind that TF32 and half precision make, of the largest number.
     unit = max(torch.finfo(dtype).eps, 2**-10)

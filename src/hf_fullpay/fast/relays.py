@@ -26,8 +26,7 @@ from hf_fullpay.fast.laid import (
     places,
     ungrouped,
 )
-
-UNLIMITED = 2.0**60  # a width in place of infinity: tanh(x / width) * width == x; its inverse in place of 0
+from hf_fullpay.fast.tiles import STRAIGHT
 
 
 @dataclass(frozen=True)
@@ -149,12 +148,12 @@ def _squashed(
     wide, groups, mask = accumulate(query.dtype), key.shape[2], mask[:, :, None, None]
     centre, width, amplitude = (x.unflatten(2, (groups, -1)) for x in (squash.centre, squash.width, squash.amplitude))
     # What is no query has a width of 0; a head without a bound has an infinite one.
-    width = width.clamp(1 / UNLIMITED, UNLIMITED)
+    width = width.clamp(1 / STRAIGHT, STRAIGHT)
     scores = query.to(wide).unflatten(2, (groups, -1)) @ key.to(wide).mT[:, :, :, None] * scaling - centre
     if squash.rescale:
         peak = scores.abs().masked_fill(mask < torch.finfo(mask.dtype).min / 4, 0).amax(-1, keepdim=True)
         scores = scores * torch.where(peak > width, width / torch.where(peak > width, peak, 1), 1)
     else:
-        scores = amplitude.clamp(max=UNLIMITED) * torch.tanh(scores / width)
+        scores = amplitude.clamp(max=STRAIGHT) * torch.tanh(scores / width)
     weights = torch.dropout(torch.softmax(scores + mask, -1), dropout, True)
     return (weights.to(value.dtype) @ value[:, :, :, None]).flatten(2, 3)

@@ -17,7 +17,7 @@ from typing import ClassVar
 from hf_fullpay.core.errors import check_count
 from hf_fullpay.core.visible import Visible
 
-LONGEST = 2**31 - 1  # of a band, as an index of torch
+LONGEST = 2**31 - 1  # of a band, block, chunk or window: an index of torch
 
 
 @dataclass(frozen=True)

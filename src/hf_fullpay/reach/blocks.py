@@ -30,8 +30,7 @@ from torch import Tensor
 
 from hf_fullpay.core.errors import check_count
 from hf_fullpay.core.visible import Visible
-
-LONGEST = 2**31 - 1  # of a block, as an index of torch
+from hf_fullpay.reach.band import LONGEST
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,7 @@ from torch import Tensor
 from hf_fullpay.core.errors import check_count, check_flag, check_number, wrong
 from hf_fullpay.core.numbers import PerHead, freeze, largest, smallest
 from hf_fullpay.core.visible import Visible
-
-LONGEST = 2**31 - 1  # of a chunk, as an index of torch
+from hf_fullpay.reach.band import LONGEST
 
 
 @dataclass(frozen=True)
