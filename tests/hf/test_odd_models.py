@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from families import build, inputs
-from hf_fullpay import AttentionPlan, FullPayForecaster, FullPayForecasterConfig, Mixture, convert, register
+from hf_fullpay import (
+    AttentionPlan,
+    FullPayForecaster,
+    FullPayForecasterConfig,
+    Mixture,
+    convert,
+    register,
+    sliding_cache,
+)
 
 
 def test_a_host_that_is_ourselves_is_refused():
@@ -79,3 +87,11 @@ def test_a_forecaster_of_nobody(forecaster):
 def test_the_range_of_the_initialiser(value):
     with pytest.raises((ValueError, TypeError), match="initializer_range"):
         FullPayForecasterConfig(initializer_range=value)
+
+
+def test_a_cache_keeps_its_rows():
+    model = build("llama", "fullpay_band")
+    cache, tokens = sliding_cache(model), inputs("llama")["input_ids"]
+    model(tokens, past_key_values=cache)
+    with pytest.raises(ValueError, match="sliding_cache: expected 2 rows as before, got 1"):
+        model(tokens[:1], past_key_values=cache)

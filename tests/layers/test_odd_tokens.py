@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from hf_fullpay.layers import Learned, PatternMatch, Rotary, Sinusoidal, SqueezeExcite
+from hf_fullpay.layers import FEED_FORWARDS, Learned, PatternMatch, Rotary, Sinusoidal, SqueezeExcite
 
 TOKENS, KEY, PAST = torch.randn(2, 3, 8), torch.randn(2, 5, 8), torch.randn(2, 5, 4)
 
@@ -52,3 +52,9 @@ def test_pattern_match_reads_any_real_type():
     counts = (PAST * 5).long()
     torch.testing.assert_close(match(KEY, counts), match(KEY, counts.float()))
     assert match.bfloat16()(KEY.bfloat16(), PAST).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", FEED_FORWARDS.values(), ids=FEED_FORWARDS)
+def test_feed_forwards_take_their_width(kind):
+    with pytest.raises(ValueError, match=rf"{kind.__name__}: expected tokens \(\.\.\., 8\), got \(2, 7\)"):
+        kind(8)(torch.randn(2, 7))
