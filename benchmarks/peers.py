@@ -36,7 +36,7 @@ def peers(names: Sequence[str] | None, device: str, flex_names: Sequence[str] | 
             if plan.reach.kind in MASKS:
                 found.append(masked(f"sdpa_mask:{name}", AttentionPlan(reach=plan.reach), is_causal))
             left_out = flex_names is not None and name not in flex_names
-            found.append(flexed(name, is_causal, device, "left out by --quick" if left_out else ""))
+            found.append(flexed(name, is_causal, device, "left out of this run" if left_out else ""))
     return found
 
 

@@ -114,8 +114,9 @@ def speed() -> str:
     head = ["name", "mask", *(f"{dtype}, n = {n:,}" for dtype in dtypes for n in lengths), "MiB at 2,048, ours / SDPA"]
     return (
         "Time as a multiple of SDPA of the same causality in the same run, forward / forward and backward, median of "
-        f"{where['rounds']} interleaved rounds; batch 1 with 12 heads of width 64 (batch 8 up to n = 512); {where['device']}, "
-        f"{where['threads']} thread, torch {where['torch']}, {where['date']}, `{where['command'].strip()}`. Peak memory "
+        f"{where['rounds']} interleaved rounds; batch 1 with 12 heads of width 64 (batch 8 up to n = 512); "
+        f"{where['device']}, {where['threads']} thread, torch {where['torch']}, {where['date']}, "
+        f"`{where['command'].strip()}`. Peak memory "
         "above the inputs, forward and backward, FP32.\n\n" + table(head, rows)
     )
 

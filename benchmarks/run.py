@@ -1,6 +1,6 @@
 """Time every preset against SDPA and its peers in the same run, with peak memory; correctness first.
 
-    python benchmarks/run.py --json benchmarks/results/cpu.json       # lengths 512, 2048, 4096; FP32 and BF16
+    python benchmarks/run.py --json benchmarks/results/cpu.json       # lengths 128 to 4096; FP32 and BF16
     python benchmarks/run.py --quick                                  # one length, one type, few rounds
     python benchmarks/run.py --names fullpay bounded --lengths 2048 --no-peers
     python benchmarks/run.py --memory --lengths 2048 8192 --dtypes fp32 --json benchmarks/results/memory.json
@@ -70,7 +70,7 @@ def _table(options: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
     peaks = Peaks("cpu", options.threads)
     candidates = [(candidate, False) for candidate in presets(options.names)]
     if not (options.no_peers or options.memory):
-        flexible = QUICK_FLEX if options.quick else None
+        flexible = QUICK_FLEX if options.quick else options.flex
         candidates += [(candidate, True) for candidate in peers(options.names, "cpu", flexible)]
     for candidate, is_peer in candidates:
         for dtype in options.dtypes:
@@ -119,6 +119,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--no-peers", action="store_true", help="presets alone")
+    parser.add_argument(
+        "--flex", nargs="*", choices=sorted(PRESETS), help="presets that FlexAttention is timed for (all)"
+    )
     parser.add_argument("--memory", action="store_true", help="peak memory alone, no times")
     parser.add_argument("--growth", action="store_true", help="exponents of time alone")
     parser.add_argument("--json", type=Path, help="write rows and provenance")

@@ -19,7 +19,8 @@ MAY = {
     "backends": {"core", "reach", "scores", "payment", "plan", "fast"},
     "plan": {"core", "reach", "scores", "payment"},
     "reference": {"core", "reach", "scores", "payment", "plan"},
-    "attend": {"core", "reach", "scores", "payment", "plan", "fast", "reference", "backends"},
+    "paths": {"core", "reach", "scores", "payment", "plan", "fast"},
+    "attend": {"core", "reach", "scores", "payment", "plan", "paths", "fast", "reference", "backends"},
     "hf": {"core", "backends", "reach", "scores", "payment", "plan", "reference", "attend", "layers", "hf", "demo"},
     "diagnose": {"core", "diagnose"},
 }

@@ -2,18 +2,8 @@
 
 Dimensions: B batch, H query heads, G key/value heads (G divides H), N queries, M keys, D and Dv widths.
 
-    scores \\ payment      softmax          mixture                   clamp
-    plain                 host             host + mean               tiles
-    dynamic scale         host             host + mean               tiles
-    delay bias            delay            delay + mean              refused by the plan
-    bounded               tiles            tiles + mean              tiles
-
-Blocks go through relays and chunks through chunks, with the mean beside them for a mixture; a mask of pairs or a bias
-sends both to the reference. Windows are cut into pieces, and each piece goes its way by the table (where the model itself
-brings a mask or a bias of pairs, the reach joins that mask instead). host is torch's scaled_dot_product_attention (chunked
-for a band), tiles and delay recompute scores in tiles of rows, mean is the mean of visible values, linear in N (decoding:
-from a running sum). FlexAttention or our Triton kernels take the place of host and tiles where `backends` says so. Asked
-for weights, the dense reference answers.
+The softmax part takes one of the fast paths of `paths`; a mixture blends it with the mean of the visible values, linear in
+N (decoding: from a running sum); a gate scales the result. Asked for weights, the dense reference answers.
 """
 
 from __future__ import annotations
@@ -27,31 +17,21 @@ from torch import Tensor
 from hf_fullpay.backends import choose
 from hf_fullpay.core.errors import check_flag, check_number, wrong
 from hf_fullpay.core.numbers import accumulate, to_heads
-from hf_fullpay.core.places import one_row, query_slots
+from hf_fullpay.core.places import one_row
 from hf_fullpay.core.running import RunningSum
 from hf_fullpay.core.shapes import check_shapes, split_mask
 from hf_fullpay.core.visible import Visible
 from hf_fullpay.core.warning import warn
-from hf_fullpay.fast.chunks import chunk_attention
-from hf_fullpay.fast.cut import Cut, Piece, whole
-from hf_fullpay.fast.delay import delayed_attention
-from hf_fullpay.fast.grid import Grid, grid_cut
-from hf_fullpay.fast.host import host_attention
-from hf_fullpay.fast.kernels import kernel_attention
+from hf_fullpay.fast.cut import Cut
 from hf_fullpay.fast.mean import blend, visible_mean
-from hf_fullpay.fast.relays import Squash, relay_attention
-from hf_fullpay.fast.sliding import sliding_cut, step_cut
-from hf_fullpay.fast.tiles import tiled_attention
-from hf_fullpay.payment import Clamp, Mixture
-from hf_fullpay.payment.clamp import floor_of
+from hf_fullpay.paths import Call, cut_by_reach, has_fast_path, weigh
+from hf_fullpay.payment import Mixture
 from hf_fullpay.payment.gate import gated
 from hf_fullpay.payment.mixture import Budget, share
 from hf_fullpay.plan import AttentionPlan, resolve
-from hf_fullpay.reach import Blocks, Chunks, Reach, WindowGlobal, Windows, restricted
+from hf_fullpay.reach import Blocks, Chunks
 from hf_fullpay.reference import reference_attention
-from hf_fullpay.scores import Bounded, DelayBias, DynamicScale
-from hf_fullpay.scores.bounded import width_and_amplitude
-from hf_fullpay.scores.delay import clocks
+from hf_fullpay.scores import DynamicScale
 from hf_fullpay.scores.dynamic_scale import dynamic_gain
 
 Strengths = Mapping[str, Tensor]
@@ -100,7 +80,7 @@ def attend(
     backend = "host" if hosted is not None else choose(plan, query, key, value, bias=bias, dropout=dropout)
     if isinstance(plan.reach, Blocks | Chunks) and backend != "reference":
         allowed = one_row(allowed)
-        backend = backend if _has_path(query, allowed, bias) else "reference"
+        backend = backend if has_fast_path(query, allowed, bias) else "reference"
     if backend == "reference":
         return reference_attention(
             query, key, value, plan=plan, allowed=allowed, scaling=scaling, bias=bias, strengths=strengths,
@@ -115,183 +95,32 @@ def attend(
             query = (query.to(accumulate(query.dtype)) * gain).to(query.dtype)
             bias = bias * gain if bias is not None else None
 
-    cut = _cut(query, key, value, plan.reach, allowed, given, bias is not None)
-    output = hosted
-    if output is None and isinstance(plan.scores, DelayBias):
-        output = _delayed(
-            query, key, value, plan.scores, cut.pieces[0].visible, allowed, scaling, bias, strengths, given, dropout
-        )
-    elif output is None:
-        parts = [_attend(piece, plan, scaling, bias, strengths, dropout, backend) for piece in cut.pieces]
-        output = cut.join(parts)
-
+    call = Call(plan, allowed, scaling, bias, strengths, given, dropout)
+    cut = cut_by_reach(query, key, value, call)
+    output = cut.join([weigh(piece, call, backend) for piece in cut.pieces]) if hosted is None else hosted
     if isinstance(plan.payment, Mixture) and not (plan.payment.is_neutral and "budget" not in strengths):
-        budget = to_heads("budget", strengths.get("budget", plan.payment.budget), query)
-        limited = any(piece.visible is not allowed for piece in cut.pieces)
-        seen = cut.join([piece.visible.counts() for piece in cut.pieces]) if limited else None
-        if past is not None:
-            counts, mean = past.count, past.mean
-        elif plan.payment.pay == "visible" or seen is None:
-            counts, mean = allowed.counts(), visible_mean(value, allowed)
-        else:
-            counts, mean = seen, cut.join([visible_mean(piece.value, piece.visible) for piece in cut.pieces])
-        t = share(plan.payment.floor, budget, counts.to(accumulate(query.dtype)))
-        if plan.payment.pay == "visible" and seen is not None:
-            t = t * (seen > 0)  # a query whose reach is empty gives zeros
-        output = blend(output, mean, t)
+        output = _pay(output, query, value, cut, call, past)
     if plan.gate:
         output = gated(output, strengths["gate"])
     return output
 
 
-def _cut(
-    query: Tensor, key: Tensor, value: Tensor, reach: Reach, allowed: Visible, given: Given | None, biased: bool
-) -> Cut:
-    """Pieces of a local reach. A mask or a bias of pairs has the size of all pairs anyway: then nothing is cut."""
-    if allowed.dense is None and not biased:
-        if isinstance(reach, WindowGlobal):
-            named = reach.named(allowed, given, query.shape[0])
-            if allowed.n_queries == 1 and named is None and not reach.random_blocks:
-                if cut := step_cut(query, key, value, allowed=allowed, half=reach.half, tokens=reach.tokens):
-                    return cut
-            elif allowed.n_queries > 1 and (allowed.offset is not None or allowed.n_queries == allowed.n_keys):
-                return sliding_cut(
-                    query, key, value, allowed=allowed, half=reach.half, tokens=reach.tokens, named=named,
-                    random_blocks=reach.random_blocks, seed=reach.seed,
-                )  # fmt: skip
-        if isinstance(reach, Windows):
-            layout = reach.layout(allowed, given)
-            axes = layout.rows, layout.columns
-            grid = Grid(*(tuple(getattr(axis, name) for axis in axes) for name in ("length", "size", "shift")))
-            return grid_cut(query, key, value, allowed=allowed, grid=grid, others=layout.others)
-    return whole(query, key, value, restricted(reach, allowed, given, query))
-
-
-def _delayed(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scores: DelayBias,
-    visible: Visible,
-    allowed: Visible,
-    scaling: float,
-    bias: Tensor | None,
-    strengths: Strengths,
-    given: Given | None,
-    dropout: float,
-) -> Tensor:
-    """Softmax weights of delayed scores; a strength of nothing is the host's business."""
-    arguments: dict[str, Any] = {"visible": visible, "scaling": scaling, "bias": bias, "dropout": dropout}
-    if scores.is_neutral and "beta" not in strengths:
-        return host_attention(query, key, value, **arguments)
-    beta = to_heads("beta", strengths.get("beta", scores.beta), query)
-    if not isinstance(beta, Tensor):
-        beta = query.new_full((1, 1, 1, 1), beta, dtype=accumulate(query.dtype))
-    query_times, key_times, delays = clocks(scores, given, allowed, query)
-    return delayed_attention(
-        query, key, value, beta=beta, query_times=query_times, key_times=key_times, delays=delays, **arguments
-    )
-
-
-def _attend(
-    piece: Piece,
-    plan: AttentionPlan,
-    scaling: float,
-    bias: Tensor | None,
-    strengths: Strengths,
-    dropout: float,
-    backend: str,
-) -> Tensor:
-    """Softmax or clamped weights over what the queries of a piece see."""
-    query, key, value, visible = piece.query, piece.key, piece.value, piece.visible
-    rows = _row_numbers(query, key, plan, visible, scaling, bias, strengths)
-    if isinstance(plan.reach, Blocks):
-        return relay_attention(
-            query, key, value, visible=visible, size=plan.reach.size, scaling=scaling, squash=_squash(rows),
-            dropout=dropout,
-        )  # fmt: skip
-    if isinstance(plan.reach, Chunks):
-        exchange = to_heads("exchange", strengths.get("exchange", plan.reach.exchange), query)
-        return chunk_attention(
-            query, key, value, visible=visible, size=plan.reach.size, stride=plan.reach.stride, exchange=exchange,
-            scaling=scaling, dropout=dropout,
-        )  # fmt: skip
-    if backend == "flex":
-        from hf_fullpay.fast.flex import flexible_attention  # loads the compiler, which most never need
-
-        return flexible_attention(query, key, value, visible=visible, scaling=scaling, **rows)
-    if backend == "triton":
-        return kernel_attention(query, key, value, visible=visible, scaling=scaling, bias=bias, **rows)
-    attend_rows = tiled_attention if rows else host_attention
-    return attend_rows(query, key, value, visible=visible, scaling=scaling, bias=bias, dropout=dropout, **rows)
-
-
-def _row_numbers(
-    query: Tensor,
-    key: Tensor,
-    plan: AttentionPlan,
-    visible: Visible,
-    scaling: float,
-    bias: Tensor | None,
-    strengths: Strengths,
-) -> dict[str, Any]:
-    """The numbers of every row that bounded scores and clamped weights need, by the names of `tiled_attention`; empty
-    for ordinary ones."""
-    rows: dict[str, Any] = {}
-    if not isinstance(plan.scores, Bounded) and not isinstance(plan.payment, Clamp):
-        return rows
-    counts = visible.counts().to(accumulate(query.dtype))
-    if isinstance(plan.scores, Bounded):
-        options = plan.scores
-        bound = to_heads("bound", strengths.get("bound", options.limit), query)
-        rows["width"], amplitude = width_and_amplitude(bound, options.temperature, options.slope, counts)
-        rows |= {"rescale": True} if options.slope == "rescale" else {"amplitude": amplitude}
-        if options.centre == "median":
-            rows["median"] = True
-        elif options.centre == "mean":
-            rows["centre"] = _mean_score(query, key, visible, scaling, bias, counts)
-    if isinstance(plan.payment, Clamp):
-        budget = to_heads("budget", strengths.get("budget", plan.payment.budget), query)
-        rows["floor"] = floor_of(plan.payment.floor, budget, counts)
-    return rows
-
-
-def _has_path(query: Tensor, allowed: Visible, bias: Tensor | None) -> bool:
-    """Whether blocks and chunks have a fast path for a set; says so where they have none and that costs something."""
-    query_slots(allowed)  # raises where queries have no place
-    if allowed.dense is None and bias is None and (allowed.offset or 0) >= 0:
-        return True
-    if query.shape[2] > 1:
-        warn(
-            "blocks and chunks: a bias or a mask of pairs (four dimensions, packing, a prompt into a static cache) has no "
-            "fast path: this call holds all N x M scores. Key padding and causality alone are fast."
-        )
-    return False
-
-
-def _squash(rows: dict[str, Any]) -> Squash | None:
-    """Bounded scores of blocks. A relay has the mean score of its keys, so the mean over tokens and relays, each as often
-    as it has keys, is that over all keys."""
-    if not rows:
-        return None
-    width = rows["width"]
-    return Squash(
-        rows.get("centre", torch.zeros_like(width)), width, rows.get("amplitude", width), rows.get("rescale", False)
-    )
-
-
-def _mean_score(
-    query: Tensor, key: Tensor, visible: Visible, scaling: float, bias: Tensor | None, counts: Tensor
-) -> Tensor:
-    """Mean score of every row, scaling * q_i . (mean of its visible keys): linear in N. (B, H, N, 1)."""
-    kind = accumulate(query.dtype)
-    mean = visible_mean(key.to(kind), visible)
-    rows = query.to(kind).unflatten(1, (mean.shape[1], -1))
-    centre = (rows * mean[:, :, None]).sum(-1, keepdim=True).flatten(1, 2) * scaling
-    if bias is not None:
-        seen = visible.to_dense()
-        centre = centre + (bias * seen).sum(-1, keepdim=True) / counts.clamp_min(1)
-    return centre
+def _pay(output: Tensor, query: Tensor, value: Tensor, cut: Cut, call: Call, past: RunningSum | None) -> Tensor:
+    """Blend with the mean of the values that a mixture pays."""
+    payment: Any = call.plan.payment
+    budget = to_heads("budget", call.strengths.get("budget", payment.budget), query)
+    limited = any(piece.visible is not call.allowed for piece in cut.pieces)
+    seen = cut.join([piece.visible.counts() for piece in cut.pieces]) if limited else None
+    if past is not None:
+        counts, mean = past.count, past.mean
+    elif payment.pay == "visible" or seen is None:
+        counts, mean = call.allowed.counts(), visible_mean(value, call.allowed)
+    else:
+        counts, mean = seen, cut.join([visible_mean(piece.value, piece.visible) for piece in cut.pieces])
+    t = share(payment.floor, budget, counts.to(accumulate(query.dtype)))
+    if payment.pay == "visible" and seen is not None:
+        t = t * (seen > 0)  # a query whose reach is empty gives zeros
+    return blend(output, mean, t)
 
 
 def attention(
