@@ -89,9 +89,10 @@ def test_the_range_of_the_initialiser(value):
         FullPayForecasterConfig(initializer_range=value)
 
 
+@pytest.mark.filterwarnings("ignore::hf_fullpay.FullPayWarning")
 def test_a_cache_keeps_its_rows():
     model = build("llama", "fullpay_band")
     cache, tokens = sliding_cache(model), inputs("llama")["input_ids"]
-    model(tokens, past_key_values=cache)
+    model(tokens, cache=cache)
     with pytest.raises(ValueError, match="sliding_cache: expected 2 rows as before, got 1"):
-        model(tokens[:1], past_key_values=cache)
+        model(tokens[:1], cache=cache)
