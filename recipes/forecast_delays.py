@@ -30,14 +30,15 @@ from typing import Any
 
 import numpy as np
 import torch
-import yaml
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel
 
 from hf_fullpay import AttentionPlan, DelayBias, convert
 from provenance import provenance
+from settings import count, folder, settings
 
 HERE = Path(__file__).parent
+CONFIG = HERE / "configs" / "forecast_delays.yaml"
 QUICK = {"seeds": 1, "steps": 20, "hours": 1}
 KINDS = ("none", "learned", "given")
 SPEED, SPACING = 20.0, 1000.0  # m/s, m
@@ -193,14 +194,15 @@ def compare(learned: Tensor, values: dict[str, Any]) -> dict[str, float]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, default=HERE / "configs" / "forecast_delays.yaml", help="YAML of values")
-    parser.add_argument("--seeds", type=int, help="number of seeds (of the config: 3)")
-    parser.add_argument("--steps", type=int, help="training steps")
+    parser.add_argument("--config", type=Path, default=CONFIG, help="YAML of values")
+    parser.add_argument("--seeds", type=count, help="number of seeds (of the config: 3)")
+    parser.add_argument("--steps", type=count, help="training steps")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK}")
     parser.add_argument("--out", type=Path, default=HERE / "results", help="folder for the results (recipes/results)")
     options = parser.parse_args(arguments)
-    values = yaml.safe_load(options.config.read_text()) | (QUICK if options.quick else {})
+    values = settings(parser, options.config, CONFIG) | (QUICK if options.quick else {})
     values |= {name: getattr(options, name) for name in ("seeds", "steps") if getattr(options, name) is not None}
+    folder(parser, options.out)
     torch.set_num_threads(1)
     origin, rows = provenance(("uxsim",)), []
     for seed in range(values["seeds"]):
@@ -218,7 +220,6 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"seed {seed} {kind:<8}" + "  ".join(f"{k} {v:.3f}" for k, v in told.items()), flush=True)
     told = verdict(rows)
     print(told)
-    options.out.mkdir(parents=True, exist_ok=True)
     result = {"provenance": origin, "values": values, "verdict": told, "rows": rows}
     (options.out / "forecast_delays.json").write_text(json.dumps(result, indent=2) + "\n")
     return 0

@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor, nn
 
 from hf_fullpay import (
@@ -46,8 +45,10 @@ from hf_fullpay import (
     Mixture,
 )
 from provenance import provenance
+from settings import count, folder, settings
 
 HERE = Path(__file__).parent
+CONFIG = HERE / "configs" / "forecast_sine.yaml"
 TRAIN, HELD_OUT, TEST = 2 * math.pi, 1.5 * math.pi, 100 * math.pi
 PASS = 0.05
 SOURCE = (0.42, 0.18, 0.11, 0.07, 0.03)  # the figures quoted, without the names of their architectures
@@ -256,26 +257,26 @@ def plot(drawn: dict[str, dict[str, Tensor]], values: dict[str, Any], path: Path
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, default=HERE / "configs" / "forecast_sine.yaml", help="YAML of values")
-    parser.add_argument("--seeds", type=int, help="number of seeds (of the config: 10)")
-    parser.add_argument("--steps", type=int, help="training steps")
+    parser.add_argument("--config", type=Path, default=CONFIG, help="YAML of values")
+    parser.add_argument("--seeds", type=count, help="number of seeds (of the config: 10)")
+    parser.add_argument("--steps", type=count, help="training steps")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="rows (all)")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK['seeds']} seeds of {QUICK['steps']} steps")
     parser.add_argument("--validate", action="store_true", help="errors on the held-out part of the training interval")
     parser.add_argument("--out", type=Path, default=HERE / "results", help="folder for the results (recipes/results)")
     options = parser.parse_args(arguments)
-    values = yaml.safe_load(options.config.read_text()) | (QUICK if options.quick else {})
+    values = settings(parser, options.config, CONFIG) | (QUICK if options.quick else {})
     values |= {name: getattr(options, name) for name in ("seeds", "steps") if getattr(options, name) is not None}
     torch.set_num_threads(1)
     warnings.simplefilter("error", FullPayWarning)  # a floor that is not given in full would be another experiment
     if options.validate:
         validate(values, options.variants)
         return 0
+    folder(parser, options.out)
     origin = provenance()  # of the code that runs, not of what is there when it ends
     rows, drawn = run(values, options.variants)
     told = verdict(rows, values["seeds"])
     print(told)
-    options.out.mkdir(parents=True, exist_ok=True)
     result = {"provenance": origin, "values": values, "verdict": told, "rows": rows}
     (options.out / "forecast_sine.json").write_text(json.dumps(result, indent=2) + "\n")
     plot(drawn, values, options.out / "forecast_sine.png")

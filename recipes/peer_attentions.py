@@ -203,6 +203,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="names, and what they are")
     parser.add_argument("--tokens", type=int, default=512, help="length of the comparison (512)")
     options = parser.parse_args(arguments)
+    if options.tokens < 1:
+        parser.error(f"--tokens: expected an integer of at least 1, got {options.tokens}")
     lines = [f"{peer.name:<14}{peer.about}" for peer in PEERS] if options.list else distances(options.tokens)
     print("\n".join(lines))
     return 0

@@ -76,6 +76,8 @@ def attend(
         (B, H, N, Dv) in the type of query. A query that sees no key gives zeros.
     """
     strengths = strengths or {}
+    if 0 in (query.shape[2], key.shape[2]) and hosted is None:
+        return reference_attention(query, key, value, plan=plan, allowed=allowed, scaling=scaling)[0]
     backend = "host" if hosted is not None else choose(plan, query, key, value, bias=bias, dropout=dropout)
     if isinstance(plan.reach, Blocks | Chunks) and backend != "reference":
         allowed = one_row(allowed)

@@ -74,6 +74,7 @@ class _Choice:
 
 check_choice(f"environment variable {VARIABLE}", _Choice.name, BACKENDS)
 _choice = _Choice()
+_open: list[list[str]] = [[_choice.name]]  # the blocks that have not ended, the last begun last
 
 
 @contextmanager
@@ -88,11 +89,15 @@ def backend(name: str) -> Iterator[None]:
         ValueError: for another name. A call that the backend does not serve raises with the reason.
     """
     check_choice("backend(name)", name, BACKENDS)
-    before, _choice.name = _choice.name, name
+    entry = [name]
+    _open.append(entry)
+    _choice.name = name
     try:
         yield
     finally:
-        _choice.name = before
+        # Blocks of threads and generators do not end in the order in which they began.
+        _open[:] = [other for other in _open if other is not entry]
+        _choice.name = _open[-1][0]
 
 
 def chosen() -> str:

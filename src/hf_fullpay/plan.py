@@ -21,6 +21,7 @@ from hf_fullpay.scores import Bounded, DelayBias, DynamicScale, Plain, Scores
 
 VERSION = 1
 VANILLA = "vanilla"
+CARRIER = "fullpay_custom"  # the name of a checkpoint whose plan is no preset
 ALL = "all"
 LENGTHS = (128, 512, 2048)  # at which cards and reports state promises
 Layers = str | tuple[int, ...] | tuple[tuple[str, str], ...]  # a table is kept as pairs: hashable, fit for pickling
@@ -232,7 +233,8 @@ def _words(part: Any) -> str:
 
 def _value(value: Any) -> str:
     """A table of numbers by its size."""
-    return f"{len(value)} x {len(value)}" if isinstance(value, tuple) and isinstance(value[0], tuple) else repr(value)
+    is_table = isinstance(value, tuple) and value and isinstance(value[0], tuple)
+    return f"{len(value)} x {len(value)}" if is_table else repr(value)
 
 
 def _part(option: str, data: Any) -> Any:
@@ -257,7 +259,8 @@ def _check_layers(layers: Any) -> Layers:
         ):
             return tuple(sorted(layers.items()))
     elif isinstance(layers, Sequence) and (table := _table(layers)):
-        return _check_layers(table)
+        if len(table) == len(layers):  # else a choice is made twice
+            return _check_layers(table)
     elif isinstance(layers, Sequence):
         numbers = tuple(layers)
         if all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers) and len(set(numbers)) == len(

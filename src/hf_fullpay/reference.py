@@ -52,6 +52,9 @@ def reference_attention(
         repeat_groups(key, query.shape[1]).to(kind),
         repeat_groups(value, query.shape[1]).to(kind),
     )
+    if 0 in (query.shape[2], key.shape[2]):  # nothing to pay: zeros, of which a gradient may be asked
+        weights = query @ key.mT
+        return (weights @ value).to(dtype), weights.to(dtype)
     strengths = strengths or {}
     paid, visible = allowed.to_dense(), restricted(plan.reach, allowed, given, query).to_dense()
 

@@ -76,9 +76,11 @@ def test_bf16():
 def test_converting_again_and_back():
     stock, given = build("vit"), inputs("vit")
     model = train(convert(stock, "fullpay", channel_attention=True))
-    assert torch.equal(
-        states(convert(model, "bounded", channel_attention=True), **given), states(convert(stock, "bounded"), **given)
-    )
+    again = convert(convert(model, "bounded", channel_attention=True), "fullpay", channel_attention=True)
+    assert torch.equal(states(again, **given), states(model, **given))
+    with pytest.warns(FullPayWarning, match="channel attention .* left behind.*channel_attention=True keeps it"):
+        without = convert(model, "bounded")
+    assert torch.equal(states(without, **given), states(convert(stock, "bounded"), **given))
     with pytest.warns(FullPayWarning, match="channel attention .* left behind"):
         back = revert(model)
     assert type(back) is ViTForImageClassification

@@ -36,6 +36,13 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
         raise ValueError(f"expected one device, got query {query.device}, key {key.device}, value {value.device}.")
 
 
+def check_tokens(owner: str, tokens: Tensor, width: int) -> None:
+    """Raise unless tokens are floating, (B, N, width): a width of one would broadcast in silence."""
+    if not isinstance(tokens, Tensor) or tokens.ndim != 3 or tokens.shape[2] != width or tokens.dtype not in DTYPES:
+        got = f"{tokens.dtype} {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise ValueError(f"{owner}: expected floating tokens (batch, tokens, {width}), got {got}.")
+
+
 def split_mask(mask: Tensor, query: Tensor, n_keys: int) -> tuple[Tensor, Tensor | None]:
     """Visible pairs and additive bias of a four-dimensional mask.
 

@@ -55,6 +55,9 @@ def chunk_attention(
     Returns:
         (B, H, N, Dv) in the dtype of query.
     """
+    if not torch.compiler.is_compiling():  # there lengths that are compared would be cases of their own
+        slots = max(visible.n_keys, query.shape[2] + (visible.offset or 0))
+        size, stride = min(size, slots), min(stride, slots)
     local, has_local = (_local_step if query.shape[2] == 1 else _local)(
         query, key, value, visible, size, stride, scaling, dropout
     )

@@ -29,9 +29,9 @@ def visible_mean(value: Tensor, visible: Visible) -> Tensor:
         (B, G, N or 1, Dv) in the dtype of `value`, one row where all queries see the same; (B, H, N, Dv) where a dense
         part differs from head to head.
     """
+    if visible.keys is not None:  # whatever is in padding, even NaN, must not enter a product
+        value = torch.where(visible.keys[:, None, :, None], value, 0.0)
     if visible.dense is None and visible.offset is not None and visible.n_queries > 1:
-        if visible.keys is not None:
-            value = torch.where(visible.keys[:, None, :, None], value, 0.0)
         sums = _prefix_sums(value, visible) if _sees_prefix(visible) else _window_sums(value, visible)
         return (sums * (_BLOCK / visible.counts().clamp(min=1).to(sums.dtype))).to(value.dtype)
     mask = visible.tile(0, visible.n_queries)

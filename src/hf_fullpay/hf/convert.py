@@ -36,7 +36,8 @@ def convert(
         plan: an AttentionPlan, or the name of a preset. What it makes learnable becomes FP32 parameters, one number per
             head, in a module named `fullpay` under each attention module that uses them.
         channel_attention: for a ViT, squeeze-and-excitation after the feed-forward of every layer (`SqueezeExcite`);
-            it starts as the identity, and the checkpoint holds it.
+            it starts as the identity, and the checkpoint holds it. Those that `model` has already are kept, and left
+            behind with a warning when this is False.
         loading: for a Hub id or folder, arguments of `from_pretrained` (dtype, revision, ...).
 
     Returns:
@@ -60,6 +61,8 @@ def convert(
             f"convert(channel_attention=True): expected a ViT, whose tokens are patches of an image, "
             f"got {type(stock).__name__}."
         )
+    if not channel_attention:
+        _warn_left("convert", stock)
     # A name of the user's own means nothing in another process; the plan itself is in the config.
     name = next((name for name in sorted(BUILT_IN) if PRESETS[name] == plan), CARRIER)
     extra = {PLAN: plan.to_dict()} | ({CHANNELS: True} if channel_attention else {})
@@ -80,12 +83,17 @@ def revert(model: PreTrainedModel) -> PreTrainedModel:
             f"revert: expected a model with a stock class, got {type(model).__name__}, which has none. For ordinary "
             'attention: model.set_attn_implementation("sdpa").'
         )
-    if getattr(model.config, CHANNELS, False):
-        warn(
-            f"revert: the channel attention of {type(model).__name__} is left behind, for which "
-            f"{stock_of(type(model)).__name__} has no place. If it was trained, the reverted model computes something else."
-        )
+    _warn_left("revert", model)
     return _rebuild(model, stock_of(type(model)), "sdpa", {})
+
+
+def _warn_left(doing: str, model: PreTrainedModel) -> None:
+    if getattr(model.config, CHANNELS, False):
+        keep = " channel_attention=True keeps it." if doing == "convert" else ""
+        warn(
+            f"{doing}: the channel attention of {type(model).__name__} is left behind. If it was trained, the new model "
+            f"computes something else.{keep}"
+        )
 
 
 def _load(path: str | os.PathLike[str], loading: dict[str, Any]) -> PreTrainedModel:
@@ -119,8 +127,13 @@ def _rebuild(model: PreTrainedModel, kind: type[Any], name: str, extra: dict[str
             module.initialize()
             module.to(model.device)
         elif isinstance(module, SqueezeExcite):
-            initialize_channels(module)
-            module.to(model.device, model.dtype)
+            kept = dict(model.named_modules()).get(path)
+            if kept is None:
+                initialize_channels(module)
+                module.to(model.device, model.dtype)
+            else:
+                for part, child in module.named_children():
+                    _share(child, kept.get_submodule(part))
         elif _is_stock(path):
             _share(module, model.get_submodule(path))
     built.name_or_path = model.name_or_path

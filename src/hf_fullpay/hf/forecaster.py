@@ -63,6 +63,7 @@ class FullPayForecasterConfig(FullPayConfigMixin, PreTrainedConfig):
         check_choice("FullPayForecasterConfig(positions=...)", self.positions, POSITIONS)
         check_choice("FullPayForecasterConfig(feed_forward=...)", self.feed_forward, tuple(FEED_FORWARDS))
         check_number("FullPayForecasterConfig(dropout=...)", self.dropout, low=0, high=1, open_high=True)
+        check_number("FullPayForecasterConfig(initializer_range=...)", self.initializer_range, low=0)
         if self.hidden_size % self.num_attention_heads:
             raise wrong(
                 "FullPayForecasterConfig(num_attention_heads=...)", f"a divisor of hidden_size ({self.hidden_size})",
@@ -87,7 +88,7 @@ class ForecasterAttention(nn.Module):
 
     def forward(self, hidden_states: Tensor, mask: Tensor | None, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         projections = (self.q_proj, self.k_proj, self.v_proj)
-        split = (*hidden_states.shape[:-1], -1, self.head_dim)
+        split = (*hidden_states.shape[:-1], self.config.num_attention_heads, self.head_dim)
         query, key, value = (one(hidden_states).view(split).transpose(1, 2) for one in projections)
         if self.rotary is not None:
             query, key = self.rotary(query, key)
@@ -177,14 +178,14 @@ class FullPayForecaster(FullPayModelMixin, PreTrainedModel):
         """Predictions for one window.
 
         Args:
-            values: (B, N, C), N at most `context_length`.
+            values: (B, N, C), N at most `context_length`; finite, but for pads.
             attention_mask: (B, N), 1 for readings and 0 for pads; None for no pads.
             labels: (B, N, C), the reading that follows each one; NaN where it is unknown.
             output_attentions: also return the weights.
             kwargs: what the plan reads besides, such as times and delays.
 
         Raises:
-            ValueError: for another shape, or a window longer than `context_length`.
+            ValueError: for another shape, a window longer than `context_length`, or NaN among the readings.
         """
         self._check(values)
         if values.shape[1] > self.config.context_length:
@@ -192,6 +193,15 @@ class FullPayForecaster(FullPayModelMixin, PreTrainedModel):
                 f"FullPayForecaster: expected at most context_length={self.config.context_length} readings, got "
                 f"{values.shape[1]}. Give the last ones, or use predict(), which cuts them."
             )
+        if attention_mask is not None and attention_mask.shape == values.shape[:2]:
+            values = values.masked_fill(attention_mask[..., None] == 0, 0)  # whatever pads hold
+        if not torch.compiler.is_compiling() and not values.isfinite().all():
+            raise ValueError(
+                "FullPayForecaster: expected finite values, got NaN or infinity. Fill gaps beforehand, or hide readings at "
+                "the start by attention_mask."
+            )
+        if labels is not None and labels.shape != values.shape:
+            raise ValueError(f"labels: expected the shape of values, {tuple(values.shape)}, got {tuple(labels.shape)}.")
         values = values.to(self.embed.weight.dtype)
         hidden_states = self.embed(values)
         if self.positions is not None:
@@ -233,6 +243,9 @@ class FullPayForecaster(FullPayModelMixin, PreTrainedModel):
 
     def _check(self, values: Tensor) -> None:
         channels = self.config.channels
+        if not isinstance(values, Tensor) or values.is_complex():
+            got = values.dtype if isinstance(values, Tensor) else type(values).__name__
+            raise ValueError(f"FullPayForecaster: expected values as a tensor of real numbers, got {got}.")
         if values.ndim != 3 or values.shape[1] == 0 or values.shape[2] != channels:
             raise ValueError(
                 f"FullPayForecaster: expected values as (batch, readings, {channels}), got {tuple(values.shape)}."

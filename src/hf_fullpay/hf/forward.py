@@ -17,11 +17,10 @@ from hf_fullpay.core.visible import Visible
 from hf_fullpay.core.warning import warn
 from hf_fullpay.hf.hosts import is_flash, run_host, seen_by_flash
 from hf_fullpay.payment.mixture import Budget
-from hf_fullpay.plan import PRESETS, AttentionPlan
+from hf_fullpay.plan import CARRIER, PRESETS, AttentionPlan
 from hf_fullpay.reach.windows import LAYER
 from hf_fullpay.reference import reference_attention
 
-CARRIER = "fullpay_custom"  # the name of a checkpoint whose plan is no preset
 PLAN = "fullpay"  # where a config carries its plan
 BINDING = "fullpay_layer"
 STRENGTHS = "fullpay"

@@ -28,8 +28,10 @@ def pass_grid(
     """Forward pre-hook of a model that embeds images: adds `patch_grid`, (rows, columns, other tokens), to the call."""
     others = getattr(model, OTHERS, None)
     pixels = kwargs.get(PIXELS, args[0] if args else None)
-    if others is None or kwargs.get(GRID) is not None or not isinstance(pixels, Tensor) or pixels.ndim != 4:
+    if others is None or not isinstance(pixels, Tensor) or pixels.ndim != 4:
         return None
+    if (given := kwargs.get(GRID)) is not None:  # how many other tokens there are is known: have it checked
+        return (args, kwargs | {GRID: (*given, others)}) if isinstance(given, Sequence) and len(given) == 2 else None
     config: Any = model.config
     high, wide = config.patch_size if isinstance(config.patch_size, Sequence) else (config.patch_size,) * 2
     grid = (pixels.shape[-2] // high, pixels.shape[-1] // wide, others)

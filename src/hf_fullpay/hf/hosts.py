@@ -14,7 +14,8 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from hf_fullpay.core.errors import wrong
 from hf_fullpay.core.visible import Visible
-from hf_fullpay.plan import PRESETS
+from hf_fullpay.payment.mixture import NO_HOSTS
+from hf_fullpay.plan import CARRIER, PRESETS
 
 
 def check_host(model: PreTrainedModel, host: str) -> None:
@@ -24,7 +25,8 @@ def check_host(model: PreTrainedModel, host: str) -> None:
         ValueError: for a name that is not registered with a mask function, or is ours.
         ImportError: from Transformers, naming the package that the host needs.
     """
-    known = sorted(name for name in AttentionMaskInterface() if name in AttentionInterface() and name not in PRESETS)
+    refused = {*PRESETS, CARRIER, *NO_HOSTS}
+    known = sorted(name for name in AttentionMaskInterface() if name in AttentionInterface() and name not in refused)
     if host not in known:
         raise wrong("Mixture(host=...)", f"one of {known}", host)
     found = model.get_correct_attn_implementation(host)

@@ -103,7 +103,11 @@ class FloorLayer(DynamicSlidingWindowLayer):
 
         Raises:
             RuntimeError: if earlier tokens went past the attention that sums them.
+            ValueError: for another number of rows than before.
         """
+        if self.fed is not None and self.fed.total.shape[0] != key_states.shape[0]:
+            hint = "Start with a new cache, or call its batch_select_indices()."
+            raise wrong("sliding_cache", f"{self.fed.total.shape[0]} rows as before", key_states.shape[0], hint)
         if self.summed != self.cumulative_length:
             raise RuntimeError(
                 f"sliding_cache: expected all {self.cumulative_length} cached tokens to have gone through the attention "

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_fullpay.core.errors import check_count
+from hf_fullpay.core.shapes import check_tokens
 
 
 class SqueezeExcite(nn.Module):
@@ -47,7 +48,12 @@ class SqueezeExcite(nn.Module):
                 parameter.zero_()
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(B, N, C) to (B, N, C), in the type of tokens."""
+        """(B, N, C) to (B, N, C), in the type of tokens.
+
+        Raises:
+            ValueError: for another shape.
+        """
+        check_tokens("SqueezeExcite", tokens, self.squeeze.in_features)
         mean = tokens.mean(1, keepdim=True, dtype=torch.promote_types(tokens.dtype, torch.float32))
         hidden = torch.relu(self.squeeze(mean.to(self.squeeze.weight.dtype)))
         return tokens * (2 * torch.sigmoid(self.excite(hidden))).to(tokens.dtype)

@@ -33,6 +33,7 @@ class GELUFeedForward(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(..., C) to (..., C)."""
+        _check_width("GELUFeedForward", tokens, self.up.in_features)
         return self.down(self.dropout(nn.functional.gelu(self.up(tokens))))
 
 
@@ -56,6 +57,7 @@ class SwiGLUFeedForward(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(..., C) to (..., C)."""
+        _check_width("SwiGLUFeedForward", tokens, self.up.in_features)
         return self.down(self.dropout(silu(self.gate(tokens)) * self.up(tokens)))
 
 
@@ -64,6 +66,11 @@ def _checked(name: str, width: int, hidden: int, dropout: float) -> int:
     check_count(f"{name}(hidden=...)", hidden)
     check_number(f"{name}(dropout=...)", dropout, low=0, high=1, open_high=True)
     return hidden
+
+
+def _check_width(name: str, tokens: Tensor, width: int) -> None:
+    if tokens.ndim == 0 or tokens.shape[-1] != width:
+        raise ValueError(f"{name}: expected tokens (..., {width}), got {tuple(tokens.shape)}.")
 
 
 FEED_FORWARDS: dict[str, type[nn.Module]] = {"gelu": GELUFeedForward, "swiglu": SwiGLUFeedForward}

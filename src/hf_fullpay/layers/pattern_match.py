@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_fullpay.core.errors import check_count
+from hf_fullpay.core.shapes import check_tokens
 
 
 class PatternMatch(nn.Module):
@@ -48,7 +49,7 @@ class PatternMatch(nn.Module):
         """Start the centroids from windows (any number of them, S) of the training data, drawn at random.
 
         Raises:
-            ValueError: for windows of another length, or fewer than there are centroids.
+            ValueError: for windows of another length or with NaN, or fewer than there are centroids.
         """
         patterns = self.centroids.shape[0]
         if windows.ndim != 2 or windows.shape[1] != self.window or windows.shape[0] < patterns:
@@ -56,6 +57,8 @@ class PatternMatch(nn.Module):
                 f"PatternMatch.seed_from: expected at least {patterns} windows of {self.window} readings, got shape "
                 f"{tuple(windows.shape)}."
             )
+        if not windows.isfinite().all():
+            raise ValueError("PatternMatch.seed_from: expected finite readings, got NaN or infinity.")
         self.centroids.copy_(windows[torch.randperm(windows.shape[0])[:patterns]])
 
     def match(self, past: Tensor) -> Tensor:
@@ -70,9 +73,18 @@ class PatternMatch(nn.Module):
             )
         if not torch.compiler.is_compiling() and not past.isfinite().all():
             raise ValueError("PatternMatch: expected finite readings, got NaN or infinity. Fill gaps beforehand.")
-        query, memory = self.of_past(past), self.of_centroid(self.centroids)
+        query, memory = self.of_past(past.to(self.of_past.weight.dtype)), self.of_centroid(self.centroids)
         return torch.softmax(query @ memory.T / query.shape[-1] ** 0.5, -1)
 
     def forward(self, key: Tensor, past: Tensor) -> Tensor:
-        """Keys (B, N, C) with the matched pattern of the windows past (B, N, S) added."""
+        """Keys (B, N, C) with the matched pattern of the windows past (B, N, S) added.
+
+        Raises:
+            ValueError: as `match`, or for keys of another width or of other sensors.
+        """
+        check_tokens("PatternMatch", key, self.to_key.out_features)
+        if past.shape[:2] != key.shape[:2]:
+            raise ValueError(
+                f"PatternMatch: expected a window for each key, {(*key.shape[:2], self.window)}, got {tuple(past.shape)}."
+            )
         return key + self.to_key(self.match(past) @ self.centroids).to(key.dtype)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_fullpay.core.errors import check_count, check_number, wrong
+from hf_fullpay.core.shapes import check_tokens
 
 
 def _angles(positions: Tensor, width: int, base: float) -> Tensor:
@@ -83,8 +84,9 @@ class Sinusoidal(nn.Module):
         """Tokens (B, N, C) plus their positions start .. start + N - 1, in the type of tokens.
 
         Raises:
-            ValueError: past the length, naming it.
+            ValueError: past the length, or for tokens of another width.
         """
+        check_tokens("Sinusoidal", tokens, self.width)
         _check_span("Sinusoidal", start, tokens.shape[1], self.length)
         return tokens + self.table[start : start + tokens.shape[1]].to(tokens.dtype)
 
@@ -114,8 +116,9 @@ class Learned(nn.Module):
         """Tokens (B, N, C) plus their positions start .. start + N - 1, in the type of tokens.
 
         Raises:
-            ValueError: past the length, naming it.
+            ValueError: past the length, or for tokens of another width.
         """
+        check_tokens("Learned", tokens, self.embedding.embedding_dim)
         _check_span("Learned", start, tokens.shape[1], self.length)
         places = torch.arange(start, start + tokens.shape[1], device=tokens.device)
         return tokens + self.embedding(places).to(tokens.dtype)
@@ -141,8 +144,18 @@ class Rotary(nn.Module):
         self.width, self.base = width, base
 
     def forward(self, query: Tensor, key: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
-        """Query (B, H, N, D) and key (B, G, N, D) at positions start .. start + N - 1, turned, in their types."""
+        """Query (B, H, N, D) and key (B, G, N, D) at positions start .. start + N - 1, turned, in their types.
+
+        Raises:
+            ValueError: for another width, or other lengths of the two.
+        """
         check_count("Rotary(start=...)", start, low=0)
+        for name, rows in (("query", query), ("key", key)):
+            if rows.ndim != 4 or rows.shape[2:] != (query.shape[2], self.width) or not rows.is_floating_point():
+                raise ValueError(
+                    f"Rotary: expected {name} as floating (batch, heads, {query.shape[-2]}, {self.width}), got {rows.dtype} "
+                    f"{tuple(rows.shape)}."
+                )
         places = torch.arange(start, start + query.shape[2], device=query.device)
         angles = _angles(places, self.width, self.base)
         cosine, sine = angles.cos().float(), angles.sin().float()

@@ -21,6 +21,8 @@ from torch import Tensor
 from hf_fullpay.core.errors import check_choice, check_flag, check_number, wrong
 from hf_fullpay.core.numbers import PerHead, freeze, largest, smallest
 
+NO_HOSTS = ("eager", "flex_attention")
+
 
 @dataclass(frozen=True)
 class Budget:
@@ -105,7 +107,7 @@ class Mixture(Budget):
     def __post_init__(self) -> None:
         check_flag("Mixture(signed=...)", self.signed)
         check_choice("Mixture(pay=...)", self.pay, ("visible", "reach"))
-        if self.host is not None and (not isinstance(self.host, str) or self.host in ("", "eager", "flex_attention")):
+        if self.host is not None and (not isinstance(self.host, str) or self.host in ("", *NO_HOSTS)):
             raise wrong(
                 "Mixture(host=...)", "the name of an attention that Transformers registers, or None", self.host,
                 '"eager" is another function in every model, and "flex_attention" has masks of its own: use '

@@ -116,7 +116,9 @@ class WindowGlobal:
         if not fits or mask.shape[0] not in (1, batch):
             got = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
             raise ValueError(f"{MASK}: expected an entry for every token, {(batch, keys)}, got {got}.")
-        found = mask.to(allowed.device) > 0
+        if mask.is_complex() or (not torch.compiler.is_compiling() and mask.isnan().any()):
+            raise ValueError(f"{MASK}: expected bool, integers or floats without NaN, got {mask.dtype}.")
+        found = mask.to(allowed.device) != 0
         return torch.nn.functional.pad(found, (0, keys - length)) if length != keys else found
 
     def restrict(self, allowed: Visible, given: Mapping[str, Any] | None = None, batch: int = 1) -> Visible:

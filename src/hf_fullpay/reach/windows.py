@@ -93,6 +93,8 @@ class Windows:
         rows, columns, *rest = grid
         check_count(GRID, rows)
         check_count(GRID, columns)
+        for count in rest:
+            check_count(f"{GRID} (other tokens)", count, low=0)
         others = rest[0] if rest else allowed.n_queries - rows * columns
         if others < 0 or others + rows * columns != allowed.n_queries:
             tokens = f"{others} other tokens and " if rest else ""

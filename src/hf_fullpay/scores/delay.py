@@ -84,8 +84,8 @@ class DelayBias:
 
 
 def _check_row(option: str, row: Any, length: int | None = None) -> None:
-    if not isinstance(row, tuple) or (length is not None and len(row) != length):
-        raise wrong(option, "a list of numbers" if length is None else f"rows of {length} numbers", row)
+    if not isinstance(row, tuple) or not row or (length is not None and len(row) != length):
+        raise wrong(option, "a list of one or more numbers" if length is None else f"rows of {length} numbers", row)
     for entry in row:
         check_number(option, entry)
 
@@ -138,6 +138,9 @@ def _tensor(name: str, given: Tensor | None, planned: Any, device: torch.device)
         given = given[None] if name == "times" else given
     if not isinstance(given, Tensor) or given.dtype == torch.bool or given.is_complex():
         raise ValueError(f"{name}: expected a tensor of numbers, got {getattr(given, 'dtype', type(given).__name__)}.")
+    if name == "times" and not given.is_floating_point():
+        given = given.long()
+        given = given - given[..., :1]  # nanoseconds since 1970 are no FP64 numbers, their differences are
     wide = torch.float32 if given.dtype in (torch.float32, torch.bfloat16, torch.float16) else torch.float64
     return given.to(device=device, dtype=wide)
 
