@@ -75,6 +75,6 @@ def test_compiled_models_are_quiet():
 
 def test_arguments_that_the_plan_does_not_read_are_told():
     model = build("bert", "band_causal")
-    with pytest.warns(FullPayWarning, match=r"BertForSequenceClassification: times is not read by the plan .*Band"):
+    with pytest.warns(FullPayWarning, match=r"BertModel: times is not read by the plan .*Band"):
         model(**inputs("bert"), times=torch.rand(2, 9))
     build("bert", "delay_aware")(**inputs("bert"), times=torch.rand(2, 9))
