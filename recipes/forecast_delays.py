@@ -22,6 +22,7 @@ of standardised counts on the last 30 % of the time, with all detectors shown, a
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import statistics
 import time
@@ -34,7 +35,7 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertModel
 
 from hf_fullpay import AttentionPlan, DelayBias, convert
-from provenance import provenance
+from origin import provenance
 from settings import count, folder, settings
 
 HERE = Path(__file__).parent
@@ -197,12 +198,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, default=CONFIG, help="YAML of values")
     parser.add_argument("--seeds", type=count, help="number of seeds (of the config: 3)")
     parser.add_argument("--steps", type=count, help="training steps")
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK}")
-    parser.add_argument("--out", type=Path, default=HERE / "results", help="folder for the results (recipes/results)")
+    parser.add_argument(
+        "--quick", action="store_true", help=", ".join(f"{name} {value}" for name, value in QUICK.items())
+    )
+    parser.add_argument("--out", type=Path, help="folder for the results (recipes/results; a quick look: runs/quick)")
     options = parser.parse_args(arguments)
+    if importlib.util.find_spec("uxsim") is None:
+        parser.error("needs the simulator: pip install --no-deps uxsim==1.15.1 dill")
     values = settings(parser, options.config, CONFIG) | (QUICK if options.quick else {})
     values |= {name: getattr(options, name) for name in ("seeds", "steps") if getattr(options, name) is not None}
-    folder(parser, options.out)
+    out = folder(parser, options.out or (Path("runs/quick") if options.quick else HERE / "results"))
     torch.set_num_threads(1)
     origin, rows = provenance(("uxsim",)), []
     for seed in range(values["seeds"]):
@@ -221,7 +226,7 @@ def main(arguments: list[str] | None = None) -> int:
     told = verdict(rows)
     print(told)
     result = {"provenance": origin, "values": values, "verdict": told, "rows": rows}
-    (options.out / "forecast_delays.json").write_text(json.dumps(result, indent=2) + "\n")
+    (out / "forecast_delays.json").write_text(json.dumps(result, indent=2) + "\n")
     return 0
 
 

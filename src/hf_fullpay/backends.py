@@ -54,7 +54,7 @@ LACKS: Mapping[str, Mapping[str, str]] = {
     "triton": {
         "rescale": "the kernels have no slope='rescale'",
         "delay": "the kernels have no delay bias",
-        "own reach": "there is no kernel for this reach",
+        "own reach": "no kernel is called for this reach",
         "dropout": "the kernels have no dropout",
         "float64": "the kernels take no float64",
         "wide heads": "the kernels take heads up to a width of 256",

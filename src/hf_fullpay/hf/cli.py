@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hf-fullpay", description="Attention by name for Hugging Face Transformers.")
+    parser.add_argument("--version", action="version", version=f"hf-fullpay {version('hf-fullpay')}")
     commands = parser.add_subparsers(dest="command", required=True)
 
     listing = commands.add_parser("list", help="the preset table")
@@ -50,10 +52,13 @@ def _parser() -> argparse.ArgumentParser:
     convert = commands.add_parser("convert", help="write a converted checkpoint")
     convert.add_argument("source", metavar="SRC", help="Hub id or folder of a BERT, ViT, GPT-2 or Llama checkpoint")
     convert.add_argument("target", metavar="DST", help="folder to write; must not hold anything yet")
-    convert.add_argument(
+    which = convert.add_mutually_exclusive_group()
+    which.add_argument(
         "--attention", metavar="NAME", choices=sorted(PRESETS), default="fullpay", help="preset (fullpay)"
     )
-    convert.add_argument("--plan", metavar="FILE", type=Path, help="a plan as JSON instead of a preset")
+    which.add_argument(
+        "--plan", metavar="FILE", type=Path, help="a plan as JSON, in the form of `hf-fullpay list --json`, instead"
+    )
     convert.add_argument("--task", metavar="TASK", help="head to load, such as sequence-classification or causal-lm")
     _add_options(convert)
     convert.set_defaults(run=_convert)
@@ -153,9 +158,7 @@ def _convert(options: argparse.Namespace) -> int:
         saved = _save_preprocessors(options.source, folder)
         render_card(model, base_model=options.source).save(folder / "README.md")
         os.replace(folder, target)
-    print(
-        f"{target}: {type(model).__name__}, {plan.describe()}; with {', '.join(saved) or 'no tokenizer found'} and a card"
-    )
+    print(f"{target}: {type(model).__name__}, {plan.describe()}; with {', '.join([*saved, 'a card'])}")
     return 0
 
 
