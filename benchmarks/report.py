@@ -181,6 +181,29 @@ def growth() -> str:
     )
 
 
+def decode() -> str:
+    """One token over a cache."""
+    results = _load("decode.json")
+    if results is None:
+        return "Not measured yet: `python benchmarks/decode.py --json benchmarks/results/decode.json`."
+    found: dict[tuple[Any, ...], float] = {}
+    for row in results["rows"]:
+        _, heads, groups, n, _ = row["shape"]
+        found[row["name"], heads, groups, row["dtype"], row["padded"], n] = row["ratio"]
+    lengths = sorted({key[-1] for key in found})
+    lines = [
+        [f"`{name}`", f"{heads} / {groups}", dtype, "yes" if padded else "no"]
+        + [f"{found[name, heads, groups, dtype, padded, n]:.2f}" for n in lengths]
+        for name, heads, groups, dtype, padded in dict.fromkeys(key[:-1] for key in found)
+    ]
+    where = results["provenance"]
+    return (
+        "Time of one token's attention, bookkeeping included, as a multiple of SDPA's: batch 1, width 64, "
+        f"{where['device']}, {where['threads']} thread, torch {where['torch']}, {where['date']}.\n\n"
+        + table(["name", "heads / key heads", "dtype", "padding", *(f"{n:,} keys" for n in lengths)], lines)
+    )
+
+
 def gpu_page() -> str:
     """All that is to be measured on a GPU."""
     return gpu(_load("gpu.json"), table)
@@ -240,7 +263,7 @@ def _load(name: str) -> Any:
 
 TABLES = {
     "backends": backends, "presets": presets, "saved": saved, "speed": speed, "peers": peers, "growth": growth,
-    "memory": memory, "demo": demo, "gpu": gpu_page,
+    "decode": decode, "memory": memory, "demo": demo, "gpu": gpu_page,
 }  # fmt: skip
 
 if __name__ == "__main__":
