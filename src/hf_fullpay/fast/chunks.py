@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_fullpay.core.numbers import accumulate
 from hf_fullpay.core.visible import Visible
-from hf_fullpay.fast.host import _open_blind_rows, _sdpa
+from hf_fullpay.fast.host import open_blind_rows, sdpa
 from hf_fullpay.fast.laid import (
     Start,
     batched,
@@ -111,7 +111,7 @@ def _local(
         keys, values = (torch.where(mask[..., None], x, 0) for x in (keys, values))
     if causal:
         mask = mask & mask.new_ones(size, size).tril()
-    mask, some = _open_blind_rows(mask)
+    mask, some = open_blind_rows(mask)
     out = batched(rows, keys, values, mask, scaling, dropout)
     wide = accumulate(query.dtype)
     some = some.expand(-1, -1, size, -1)[:, None].to(wide)  # (B or 1, 1, P, C, 1)
@@ -133,8 +133,8 @@ def _local_step(
     chunk = place // stride - torch.arange(-(-size // stride), device=query.device)[None, :, None]
     holds = (chunk >= 0) & (place < chunk * stride + size)
     mask = alive & holds & (torch.arange(1 - size, 1, device=query.device) + place >= chunk * stride)
-    mask, some = _open_blind_rows(mask[:, None])
-    out = _sdpa(query.expand(-1, -1, mask.shape[2], -1), keys, values, mask, scaling, dropout)
+    mask, some = open_blind_rows(mask[:, None])
+    out = sdpa(query.expand(-1, -1, mask.shape[2], -1), keys, values, mask, scaling, dropout)
     holding = some.sum(2, keepdim=True)
     return (out * some).sum(2, keepdim=True) / holding.clamp_min(1), holding > 0
 
@@ -154,5 +154,5 @@ def _far(
         first = places((last_key(visible) if n == 1 else visible.offset or 0) - start, query.device)
         place = first[..., None, None] + torch.arange(n, device=query.device)[:, None]
         mask = mask & (torch.arange(count, device=query.device) * stride + size <= place)
-    mask, some = _open_blind_rows(mask)
-    return _sdpa(query, group_means(keys, alive), group_means(values, alive), mask, scaling, dropout), some
+    mask, some = open_blind_rows(mask)
+    return sdpa(query, group_means(keys, alive), group_means(values, alive), mask, scaling, dropout), some

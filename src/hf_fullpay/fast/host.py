@@ -54,16 +54,16 @@ def host_attention(
             return band_attention(query, key, value, visible=visible, scaling=scaling, dropout=dropout)
         if visible.offset == 0 and visible.window is None:
             if visible.keys is None:
-                return _sdpa(query, key, value, None, scaling, dropout, causal=True)
+                return sdpa(query, key, value, None, scaling, dropout, causal=True)
             if query.device.type == "cpu" and dropout == 0.0 and not exporting:
                 out = _causal_padded(query, key, value, visible.keys, scaling)
                 return torch.where(visible.counts() > 0, out, 0.0)
     mask, seen = visible.tile(0, visible.n_queries), None
     if mask is not None and _may_be_blind(visible):
-        mask, seen = _open_blind_rows(mask)
+        mask, seen = open_blind_rows(mask)
     if bias is not None:
         mask = (bias if mask is None else torch.where(mask, bias, -torch.inf)).to(query.dtype)
-    out = _sdpa(query, key, value, mask, scaling, dropout)
+    out = sdpa(query, key, value, mask, scaling, dropout)
     return out if seen is None else torch.where(seen, out, 0.0)
 
 
@@ -106,7 +106,7 @@ def band_attention(
     slot = torch.arange((before + 1) * size, device=key.device)
     mask = around(keys[:, None, :, None]).transpose(2, 3) & (slot <= row) & (slot > row - window)
     own = windows(F.pad(query, (0, 0, 0, chunks * size - visible.n_queries)), 1)
-    out = _sdpa(own, around(key), around(value), _open_blind_rows(mask)[0], scaling, dropout)
+    out = sdpa(own, around(key), around(value), open_blind_rows(mask)[0], scaling, dropout)
     out = out.unflatten(0, (query.shape[0], chunks))
     if exporting:
         place = torch.arange(visible.n_queries, device=out.device)
@@ -116,7 +116,7 @@ def band_attention(
     return torch.where(visible.counts() > 0, out, 0.0) if _may_be_blind(visible) else out
 
 
-def _sdpa(
+def sdpa(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, dropout: float, causal: bool = False
 ) -> Tensor:
     query, key, padded = _even(query, key, value)
@@ -167,7 +167,7 @@ def _may_be_blind(visible: Visible) -> bool:
     return visible.n_queries + visible.offset - visible.window >= visible.n_keys
 
 
-def _open_blind_rows(mask: Tensor) -> tuple[Tensor, Tensor]:
+def open_blind_rows(mask: Tensor) -> tuple[Tensor, Tensor]:
     """Lets rows that see nothing see everything, for softmax over nothing is NaN; also which rows did see something."""
     seen = mask.any(-1, keepdim=True)
     return mask | ~seen, seen

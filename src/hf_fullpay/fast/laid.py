@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_fullpay.core.numbers import accumulate
 from hf_fullpay.core.visible import Visible
-from hf_fullpay.fast.host import _sdpa
+from hf_fullpay.fast.host import sdpa
 
 Start = int | Tensor  # slot at which a layout begins: one for all, or (B,) integers
 
@@ -51,9 +51,9 @@ def batched(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: fl
     give (B, Q, H, R, Dv)."""
     mask = mask.expand(query.shape[0], -1, -1, -1)[:, :, None]
     if torch.compiler.is_exporting():
-        return _sdpa(query, key, value, mask, scaling, dropout)
+        return sdpa(query, key, value, mask, scaling, dropout)
     flat = [x.flatten(0, 1) for x in (query, key, value, mask)]
-    return _sdpa(flat[0], flat[1], flat[2], flat[3], scaling, dropout).unflatten(0, query.shape[:2])
+    return sdpa(flat[0], flat[1], flat[2], flat[3], scaling, dropout).unflatten(0, query.shape[:2])
 
 
 def existing(visible: Visible, start: Start, length: int) -> Tensor:
