@@ -1,6 +1,5 @@
 """Blocks with relays and overlapping chunks: what they promise beyond what every plan does."""
 
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_fullpay.core.visible import Visible
-from hf_fullpay.fast import tiles
+from hf_fullpay.fast import squash, tiling
 from hf_fullpay.fast.tiles import tiled_attention
 
 B, H = 2, 4
@@ -21,8 +21,8 @@ Options = dict[str, Any]
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many tiles, with odd rests, even for tiny shapes."""
-    monkeypatch.setattr(tiles, "TILE_ELEMENTS", 150)
-    monkeypatch.setattr(tiles, "MIN_ROWS", 3)
+    monkeypatch.setattr(tiling, "TILE_ELEMENTS", 150)
+    monkeypatch.setattr(tiling, "MIN_ROWS", 3)
 
 
 def dense_attention(
@@ -200,7 +200,7 @@ def test_matches_the_dense_formula(name: str, kind: str) -> None:
 def test_odd_shapes(n: int, m: int, d: int, dv: int, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     for elements in (1 << 18, 3000):
-        monkeypatch.setattr(tiles, "TILE_ELEMENTS", elements)
+        monkeypatch.setattr(tiling, "TILE_ELEMENTS", elements)
         for kind in ("right padded", "lower right", "window"):
             visible = visible_set(kind, n, m)
             options = row_options(n, m, visible)["floor"]
@@ -444,10 +444,10 @@ def test_operator_conventions() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_tanh_is_within_two_roundings(dtype):
     y = torch.cat([torch.linspace(-30, 30, 200_001), torch.logspace(-30, 1.5, 100_001)]).to(dtype)
-    for part in (y, y[y.abs() <= tiles.NEAR]):
+    for part in (y, y[y.abs() <= squash.NEAR]):
         exact = torch.tanh(part.double())
-        error = (tiles._tanh(part).double() - exact).abs()
+        error = (squash.tanh(part).double() - exact).abs()
         assert (error <= 2 * torch.finfo(dtype).eps * exact.abs()).all()
     special = torch.tensor([torch.inf, -torch.inf, 0.0, torch.nan], dtype=dtype)
-    assert torch.equal(tiles._tanh(special)[:3], torch.tensor([1.0, -1.0, 0.0], dtype=dtype))
-    assert tiles._tanh(special)[3].isnan()
+    assert torch.equal(squash.tanh(special)[:3], torch.tensor([1.0, -1.0, 0.0], dtype=dtype))
+    assert squash.tanh(special)[3].isnan()

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from hf_fullpay.core.visible import Visible
-from hf_fullpay.fast.tiles import STRAIGHT
+from hf_fullpay.fast.squash import STRAIGHT
 
 BLOCK = 128  # FlexAttention's own default
 KINDS_OF_CALL = 64  # that may be compiled: by default torch stops at 8

@@ -26,7 +26,7 @@ from hf_fullpay.fast.laid import (
     places,
     ungrouped,
 )
-from hf_fullpay.fast.tiles import STRAIGHT
+from hf_fullpay.fast.squash import STRAIGHT
 
 
 @dataclass(frozen=True)

@@ -7,38 +7,22 @@
 
 Neither pass holds more than a few tiles of scores: peak memory is linear in the numbers of queries and keys.
 
-Dimensions: B batch, H query heads, G key/value heads, N queries, M keys, D head width; b, h, n, m are a tile's part of
-B, H, N, M. In matrix products a tile is (pairs, rows, m): a pair is a batch entry and a key head, and its rows are the
-n queries of each of the H // G query heads that share the key head.
+Dimensions: B batch, H query heads, G key/value heads, N queries, M keys, D head width; a tile is (b, h, n, m), see `tiling`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from hf_fullpay.core.numbers import accumulate
 from hf_fullpay.core.visible import Visible
-
-TILE_ELEMENTS = 1 << 18  # scores in a tile: 1 MiB in fp32, about the second-level cache of a core
-MIN_ROWS = 32  # fewer rows make slow matrix products, however many keys there are
-MAX_WIDTHS = 8  # of causal tiles in low precision, where oneDNN keeps half a megabyte for each shape of a product
-# Largest amplitude at which a sigmoid is accurate enough in place of the tanh.
-SIGMOID_AMPLITUDE = {torch.float64: 8.0, torch.float32: 8.0, torch.bfloat16: 1024.0, torch.float16: 1024.0}
-# tanh(y) / y for |y| <= NEAR in powers of y * y: a Chebyshev fit in float64, off by 3e-9 at most.
-NEAR = 0.625
-NEAR_TANH = torch.tensor(
-    [0.9999999961636132, -0.33333261641809997, 0.13331150161448432, -0.05372267934510682, 0.020595679962702847,
-     -0.005664775357766299]
-).unbind()  # fmt: skip
-STRAIGHT = 2.0**60  # a width in place of infinity: tanh(x / width) * width == x
+from hf_fullpay.fast.squash import SIGMOID_AMPLITUDE, STRAIGHT, tanh
+from hf_fullpay.fast.tiling import Tile, Tiling, lower_median
 
 _INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? centre, Tensor? width, Tensor? amplitude, "
@@ -104,71 +88,17 @@ def tiled_attention(
     return out
 
 
-def _part(tensor: Tensor, *at: slice) -> Tensor:
-    """Part of a tensor whose dimensions of one are broadcast."""
-    return tensor[tuple(slice(None) if size == 1 else one for size, one in zip(tensor.shape, at, strict=False))]
-
-
-@dataclass(frozen=True, eq=False)
-class _Block:
-    """Pairs that are worked on together, with all their queries and keys."""
-
-    batch: slice  # of B
-    groups: slice  # of G
-    heads: slice  # of H
-    key: Tensor  # (pairs, D, M); the products are fastest with the width first
-    value: Tensor  # (pairs, Dv, M)
-    visible: Visible
-
-
-@dataclass(frozen=True, eq=False)
-class _Tile:
-    """n queries of a block, and m keys among which are all that they see."""
-
-    at: tuple[slice, slice, slice]  # of B, H, N
-    columns: slice  # of M
-    shape: tuple[int, int, int, int]  # b, h, n, m
-    key: Tensor  # (pairs, D, m)
-    value: Tensor  # (pairs, Dv, m)
-    limits: list[tuple[slice, Tensor]]  # some of the m columns, and +inf at their visible, -inf at their hidden pairs
-    seen: Tensor  # number of visible keys, (b|1, h|1, n|1, 1)
-    blind: Tensor | None  # queries that see no key, None if there are none
-
-    def part(self, tensor: Tensor) -> Tensor:
-        """The tile's part of a tensor that broadcasts to (B, H, N, M or 1)."""
-        return _part(tensor, *self.at, self.columns)
-
-    def stack(self, tensor: Tensor) -> Tensor:
-        """(b, h, n, x) to (pairs, rows, x)."""
-        return tensor.reshape(self.key.shape[0], -1, tensor.shape[-1])
-
-    def combine(self, left: Tensor, rows: Tensor) -> Tensor:
-        """Product of (pairs, rows, m) with the transposed (pairs, x, m), as (b, h, n, x)."""
-        return torch.bmm(left, rows.transpose(1, 2)).transpose(1, 2).reshape(*self.shape[:3], -1)
-
-    def hide(self, scores: Tensor, to: float) -> Tensor:
-        """Set hidden pairs, in place, to -inf, to +inf, or to 0 where no score is negative."""
-        for columns, limit in self.limits:
-            part = scores[..., columns]
-            if to > 0:
-                torch.maximum(part, -limit, out=part)
-            else:
-                torch.minimum(part, limit.clamp(min=to), out=part)
-        return scores
-
-
-class _Pass:
+class _Pass(Tiling):
     """What the forward and the backward pass share."""
 
     def __init__(self, inputs: Sequence[Any], needs: Sequence[bool]) -> None:
         self.inputs = dict(zip(_NAMES, inputs, strict=True))
-        self.query, self.key, self.value, self.bias, self.centre, self.width, self.amplitude, self.floor = inputs[:8]
+        query, key, value, self.bias, self.centre, self.width, self.amplitude, self.floor = inputs[:8]
         seed, keys, dense, offset, window, self.scaling, self.dropout, self.median, self.rescale = inputs[8:]
-        self.visible = Visible(self.query.shape[2], self.key.shape[2], self.query.device, keys, dense, offset, window)
+        visible = Visible(query.shape[2], key.shape[2], query.device, keys, dense, offset, window)
+        super().__init__(query, key, value, visible)
         self.needs = dict(zip(_DIFFERENTIABLE, needs, strict=True))
         self.backwards = any(needs)
-        self.dtype = self.query.dtype
-        self.work = accumulate(self.dtype)
         # Both passes visit the tiles in the same order, and so draw the same numbers.
         self.generator = None if seed is None else torch.Generator(self.query.device).manual_seed(int(seed))
         # y = rate * (scores - centre) is squashed to z = gain * tanh(y), or to z = gain * sigmoid(y) with twice the
@@ -182,70 +112,7 @@ class _Pass:
             self.rate = self.stretch / self.width.masked_fill(infinite, STRAIGHT)
             self.gain = self.stretch * amplitude
 
-    def blocks(self) -> Iterator[_Block]:
-        """As many pairs at a time as fill a tile: key heads of one batch entry, or all of several entries."""
-        batch, groups = self.key.shape[:2]
-        rows, columns = self.tile_size()
-        share = self.query.shape[1] // groups
-        pairs = max(TILE_ELEMENTS // max(share * rows * columns, 1), 1)
-        batches, pairs = max(pairs // groups, 1), min(pairs, groups)
-        for b in range(0, batch, batches):
-            for g in range(0, groups, pairs):
-                at = slice(b, min(b + batches, batch)), slice(g, min(g + pairs, groups))
-                heads = slice(at[1].start * share, at[1].stop * share)
-                key, value, keys, dense = self.key[at], self.value[at], self.visible.keys, self.visible.dense
-                if keys is not None:
-                    # Whatever is in padding, even infinity, must not enter a product.
-                    keys = _part(keys, at[0])
-                    key, value = (x.masked_fill(~keys[:, None, :, None], 0.0) for x in (key, value))
-                dense = None if dense is None else _part(dense, at[0], heads)
-                key, value = (x.flatten(0, 1).transpose(1, 2).contiguous() for x in (key, value))
-                yield _Block(*at, heads, key, value, replace(self.visible, keys=keys, dense=dense))
-
-    def tile_size(self) -> tuple[int, int]:
-        """Queries of a head in a tile, and about how many keys these see."""
-        queries, keys, window = self.visible.n_queries, self.visible.n_keys, self.visible.window
-        share = self.query.shape[1] // self.key.shape[1]
-        rows = max(TILE_ELEMENTS // max(share * min(keys, window or keys), 1), MIN_ROWS)
-        if window is not None:
-            rows = min(rows, max(window, MIN_ROWS))  # in a band, more rows bring mostly hidden pairs
-            keys = min(keys, window + rows)
-        tiles = max(math.ceil(queries / rows), 1)
-        return max(math.ceil(queries / tiles), 1), keys
-
-    def tiles(self, block: _Block) -> Iterator[_Tile]:
-        """The tiles of a block in which any key is seen."""
-        visible, rows = block.visible, self.tile_size()[0]
-        for start in range(0, visible.n_queries, rows):
-            stop = min(start + rows, visible.n_queries)
-            low, high = visible.columns(start, stop)
-            if low == high:
-                continue
-            if visible.offset is not None and visible.window is None and self.dtype != self.work:
-                grain = math.ceil(visible.n_keys / MAX_WIDTHS)
-                high = min(math.ceil(high / grain) * grain, visible.n_keys)
-            # Masks are slow: cut the columns such that only those at the edges of a triangle or band get one.
-            cuts = {low, high}
-            if visible.offset is not None:
-                edges = [start + visible.offset + 1]
-                if visible.window is not None:
-                    edges.append(stop + visible.offset - visible.window)
-                cuts |= {min(max(edge, low), high) for edge in edges}
-            limits, seen = [], torch.zeros_like(self.rate[:1, :1, :1])
-            for left, right in pairwise(sorted(cuts)):
-                mask = visible.tile(start, stop, left, right)
-                if mask is None:
-                    seen = seen + (right - left)
-                else:
-                    seen = seen + mask.sum(-1, keepdim=True)
-                    limit = torch.full(mask.shape, -math.inf, dtype=self.work, device=mask.device)
-                    limits.append((slice(left - low, right - low), limit.masked_fill_(mask, math.inf)))
-            at, columns, blind = (block.batch, block.heads, slice(start, stop)), slice(low, high), seen == 0
-            shape = (*self.query[at].shape[:3], high - low)
-            key, value = block.key[..., columns], block.value[..., columns]
-            yield _Tile(at, columns, shape, key, value, limits, seen, blind if limits and blind.any() else None)
-
-    def scores(self, tile: _Tile, medians: Tensor) -> Tensor:
+    def scores(self, tile: Tile, medians: Tensor) -> Tensor:
         """y of a tile; the medians of y are written in forward and read in backward."""
         query, rate = self.query[tile.at], tile.part(self.rate)
         shift = None if self.centre is None else tile.part(self.centre) * rate
@@ -265,11 +132,11 @@ class _Pass:
         if self.bias is not None:
             y.addcmul_(tile.part(self.bias).to(self.work), rate)
         if self.median and not self.backwards:
-            medians[tile.at] = _lower_median(y, tile)
+            medians[tile.at] = lower_median(y, tile)
             y.sub_(medians[tile.at])
         return y
 
-    def weights(self, tile: _Tile, medians: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def weights(self, tile: Tile, medians: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """y, squashed y and softmax weights; what backward does not use of the former two may be overwritten."""
         y = squashed = z = self.scores(tile, medians)
         if self.rescale:
@@ -277,7 +144,7 @@ class _Pass:
             z = y * (tile.part(self.width) / peak).clamp(max=1.0)
         elif self.amplitude is not None:
             keep = self.backwards and (self.median or self.needs["width"])
-            squashed = (_tanh if self.stretch == 1.0 else torch.sigmoid)(y, out=None if keep else y)
+            squashed = (tanh if self.stretch == 1.0 else torch.sigmoid)(y, out=None if keep else y)
             z = torch.mul(squashed, tile.part(self.gain), out=None if self.backwards else squashed)
         weights = torch.softmax(tile.hide(z, -math.inf), -1)
         return y, squashed, weights if tile.blind is None else weights.masked_fill_(tile.blind, 0.0)
@@ -348,7 +215,7 @@ class _Backward(_Pass):
                 self.grads[name] = self.grads[name].sum_to_size(self.inputs[name].shape).to(self.inputs[name].dtype)
         return list(self.grads.values())
 
-    def pay(self, tile: _Tile, weights: Tensor, d_value: Tensor) -> Tensor:
+    def pay(self, tile: Tile, weights: Tensor, d_value: Tensor) -> Tensor:
         """From the output to z, and to the values."""
         d_rows = tile.stack(self.d_out[tile.at])
         d_paid = self.product(d_rows, tile.value).view(tile.shape).to(self.work)
@@ -377,7 +244,7 @@ class _Backward(_Pass):
             _add_product(d_value, d_rows.transpose(1, 2), tile.stack(paid.to(self.dtype)))
         return d_z
 
-    def squash(self, tile: _Tile, y: Tensor, squashed: Tensor, d_z: Tensor) -> Tensor:
+    def squash(self, tile: Tile, y: Tensor, squashed: Tensor, d_z: Tensor) -> Tensor:
         """From z to y / gain, and to width and amplitude."""
         if self.rescale:
             width = tile.part(self.width)
@@ -403,7 +270,7 @@ class _Backward(_Pass):
             d_y.scatter_add_(-1, chosen, -d_y.sum(-1, keepdim=True))
         return d_y
 
-    def score(self, tile: _Tile, d_y: Tensor, d_key: Tensor) -> None:
+    def score(self, tile: Tile, d_y: Tensor, d_key: Tensor) -> None:
         """From y / gain to queries, keys, bias and centre."""
         slope = tile.part(self.rate) * tile.part(self.gain)
         query, factor, rows = self.query[tile.at], self.scaling * slope, tile.stack(d_y.to(self.dtype))
@@ -418,46 +285,12 @@ class _Backward(_Pass):
             self.grads["centre"][tile.at] = d_y.sum(-1, keepdim=True) * -slope
 
 
-def _tanh(y: Tensor, out: Tensor | None = None) -> Tensor:
-    """tanh in a third of the time that torch takes on a CPU, and within two roundings of it."""
-    if y.device.type != "cpu":
-        return torch.tanh(y, out=out)
-    if y.dtype == torch.float32 and y.amax() <= NEAR and y.amin() >= -NEAR:
-        square = y * y
-        series = (square * NEAR_TANH[-1]).add_(NEAR_TANH[-2])
-        for coefficient in NEAR_TANH[-3::-1]:
-            torch.addcmul(coefficient, series, square, out=series)
-        return torch.mul(series, y, out=out)
-    # From 20 on the quotient rounds to 1, and later e would overflow.
-    e = torch.mul(y, 2.0, out=out).clamp_(max=40.0).expm1_()
-    return e.div_(e + 2.0)
-
-
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add a batched matrix product to `total`, which may be of a wider dtype."""
     if total.dtype == left.dtype:
         total.baddbmm_(left, right)
     else:
         total.add_(torch.bmm(left, right))
-
-
-def _lower_median(y: Tensor, tile: _Tile) -> Tensor:
-    """Lower median of the visible scores of each row, 0 in rows without any."""
-    # Hidden scores count as +inf. So that one order statistic serves all rows, although their medians have different
-    # ranks, rows get as many scores of -inf as their rank lacks.
-    rank = (tile.seen.clamp(min=1.0) - 1.0).div(2.0, rounding_mode="floor")
-    last = int(rank.max())
-    lacking = last - rank
-    y = tile.hide(y.clone(), math.inf)
-    if lacking.any():
-        places = torch.arange(int(lacking.max()), device=y.device)
-        front = torch.where(places < lacking, -math.inf, math.inf).to(y.dtype)
-        y = torch.cat([front.expand(*y.shape[:3], -1), y], -1)
-    if y.device.type == "cpu" and y.dtype == torch.float32:
-        median = torch.from_numpy(np.partition(y.numpy(), last, axis=-1)[..., last, None])
-    else:
-        median = y.kthvalue(last + 1, -1, keepdim=True).values
-    return median if tile.blind is None else median.masked_fill(tile.blind, 0.0)
 
 
 def _above(weights: Tensor, floor: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -483,7 +316,7 @@ def _solve(weights: Tensor, floor: Tensor, seen: Tensor) -> tuple[Tensor, Tensor
             return scale, above
 
 
-def _pay(above: Tensor, floor: Tensor, factors: Tensor | None, tile: _Tile) -> Tensor:
+def _pay(above: Tensor, floor: Tensor, factors: Tensor | None, tile: Tile) -> Tensor:
     """Weights after clamp and dropout."""
     paid = torch.maximum(above, floor)
     if factors is not None:
