@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import itertools
 import json
 import os
 import re
@@ -280,17 +281,17 @@ def main() -> int:
     parser.add_argument("--arch", default="sm_90", help="sm_80, sm_90, sm_100, gfx942, ...")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true", help="width 64 and few cases")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=["bf16"])
     parser.add_argument("--widths", type=int, nargs="+")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=None)
     options = parser.parse_args()
     widths = options.widths or ([64] if options.quick else [64, 128])
     cases = options.cases or (QUICK if options.quick else CASES)
     rows, red = [], 0
-    for width in widths:
-        work = [(case, True, launches_of(CASES[case], width, DTYPES[options.dtype], options.arch)) for case in cases]
+    for dtype, width in itertools.product(options.dtype, widths):
+        work = [(case, True, launches_of(CASES[case], width, DTYPES[dtype], options.arch)) for case in cases]
         if not options.cases:
-            work += [(name, False, launches) for name, launches in others(width, DTYPES[options.dtype], options.arch)]
+            work += [(name, False, launches) for name, launches in others(width, DTYPES[dtype], options.arch)]
         seen = set()
         for case, is_attention, launches in work:
             for kernel, arguments in launches:
@@ -299,7 +300,7 @@ def main() -> int:
                 if (name, width) in seen or (kernel.__name__ == "delta_kernel" and case not in QUICK):
                     continue
                 seen.add((name, width))
-                row = {"name": name, "arch": options.arch, "dtype": options.dtype, "head_dim": width}
+                row = {"name": name, "arch": options.arch, "dtype": dtype, "head_dim": width}
                 row |= describe(*build(kernel, dict(arguments), options.arch), options.arch)
                 row["attention"] = is_attention
                 bars = missed(row)
@@ -307,7 +308,7 @@ def main() -> int:
                 red += bool(bars)
                 rows.append(row)
                 print(
-                    f"{name:45s} {width:4d} regs {row['registers']} spill {row['spill_bytes']} "
+                    f"{name:45s} {dtype} {width:4d} regs {row['registers']} spill {row['spill_bytes']} "
                     f"shared {row['shared_bytes']} wgmma {row['wgmma']} mma {row['mma']} {' '.join(row['warnings'])}"
                     + (f"   MISSED: {', '.join(bars)}" if bars else ""),
                     flush=True,
