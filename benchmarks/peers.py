@@ -23,6 +23,7 @@ from hf_fullpay.backends import LACKS, lacks
 from hf_fullpay.fast.flex import has_compiler
 
 MASKS = ("band", "windows", "window_global")  # reaches that are a mask of pairs
+LEFT_OUT = "left out of this run"
 NORMALIZERS = "hf-attention-normalizers"
 
 
@@ -42,7 +43,7 @@ def peers(names: Sequence[str] | None, device: str, flex_names: Sequence[str] | 
             if plan.reach.kind in MASKS:
                 found.append(masked(f"sdpa_mask:{name}", AttentionPlan(reach=plan.reach), is_causal))
             left_out = flex_names is not None and name not in flex_names
-            found.append(flexed(name, is_causal, device, "left out of this run" if left_out else ""))
+            found.append(flexed(name, is_causal, device, LEFT_OUT if left_out else ""))
     return found
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from gpu_table import gpu
 from hf_fullpay import PRESETS, AttentionPlan, Blocks
 from hf_fullpay.backends import LACKS, lacks
+from peers import LEFT_OUT
 from plot import draw, is_stale, points
 
 ROOT = Path(__file__).parent.parent
@@ -140,6 +141,8 @@ def peers() -> str:
     """The same for what else one could run; a reason in place of numbers for what could not run."""
     results = _load("cpu.json")
     rows = [row for row in results["rows"] if row["name"] not in PRESETS] if results else []
+    left_out = sorted({row["name"] for row in rows if row.get("reason") == LEFT_OUT})
+    rows = [row for row in rows if row["name"] not in left_out]
     if not rows:
         return "Not measured yet: `python benchmarks/run.py --json benchmarks/results/cpu.json`."
     places = list(dict.fromkeys((row["dtype"], row["n"]) for row in rows))
@@ -156,7 +159,8 @@ def peers() -> str:
         reasons += [f"`{name}`, {row['direction']}: {row['reason']}" for row in mine]
     notes = "\n".join(f"- {reason}" for reason in dict.fromkeys(reasons))
     head = ["peer", "mask", *(f"{dtype}, n = {n:,}" for dtype, n in places)]
-    return table(head, lines) + (f"\n\nNot available (-):\n\n{notes}" if notes else "")
+    aside = f"\n\nNot in this run: {', '.join(f'`{name}`' for name in left_out)}." if left_out else ""
+    return table(head, lines) + (f"\n\nNot available (-):\n\n{notes}" if notes else "") + aside
 
 
 def growth() -> str:
