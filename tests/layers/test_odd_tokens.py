@@ -8,12 +8,13 @@ import torch
 from hf_fullpay.layers import FEED_FORWARDS, Learned, PatternMatch, Rotary, Sinusoidal, SqueezeExcite
 
 TOKENS, KEY, PAST = torch.randn(2, 3, 8), torch.randn(2, 5, 8), torch.randn(2, 5, 4)
+WRONG = ["width 1", "width 7", "no batch", "integers", "a list"]
 
 
 @pytest.mark.parametrize(
     "layer", [Sinusoidal(8, 4), Learned(8, 4), SqueezeExcite(8)], ids=lambda one: type(one).__name__
 )
-@pytest.mark.parametrize("tokens", [TOKENS[..., :1], TOKENS[..., :7], TOKENS[0], TOKENS.long(), [1.0]], ids=repr)
+@pytest.mark.parametrize("tokens", [TOKENS[..., :1], TOKENS[..., :7], TOKENS[0], TOKENS.long(), [1.0]], ids=WRONG)
 def test_tokens_have_the_width_of_the_layer(layer, tokens):
     with pytest.raises(
         ValueError, match=rf"{type(layer).__name__}: expected floating tokens \(batch, tokens, 8\), got"
