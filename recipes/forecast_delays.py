@@ -193,6 +193,10 @@ def compare(learned: Tensor, values: dict[str, Any]) -> dict[str, float]:
     }
 
 
+def has_simulator() -> bool:
+    return importlib.util.find_spec("uxsim") is not None
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=CONFIG, help="YAML of values")
@@ -203,11 +207,11 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, help="folder for the results (recipes/results; a quick look: runs/quick)")
     options = parser.parse_args(arguments)
-    if importlib.util.find_spec("uxsim") is None:
-        parser.error("needs the simulator: pip install --no-deps uxsim==1.15.1 dill")
     values = settings(parser, options.config, CONFIG) | (QUICK if options.quick else {})
     values |= {name: getattr(options, name) for name in ("seeds", "steps") if getattr(options, name) is not None}
     out = folder(parser, options.out or (Path("runs/quick") if options.quick else HERE / "results"))
+    if not has_simulator():
+        parser.error("needs the simulator: pip install --no-deps uxsim==1.15.1 dill")
     torch.set_num_threads(1)
     origin, rows = provenance(("uxsim",)), []
     for seed in range(values["seeds"]):

@@ -19,6 +19,7 @@ def made_up(values, seed):
 
 
 def test_quick_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(recipe, "has_simulator", lambda: True)
     monkeypatch.setattr(recipe, "corridor", made_up)
     monkeypatch.setattr(recipe, "provenance", lambda packages: {"packages": packages})
     assert recipe.main(["--quick", "--steps", "2", "--out", str(tmp_path)]) == 0
@@ -27,6 +28,13 @@ def test_quick_run(tmp_path, monkeypatch, capsys):
     learned = result["rows"][2]
     assert learned["delays"].keys() >= {"error_seconds", "chance_seconds", "rank_correlation", "shuffles_as_good"}
     assert "Held-out" in capsys.readouterr().out
+
+
+def test_a_missing_simulator_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(recipe, "has_simulator", lambda: False)
+    with pytest.raises(SystemExit):
+        recipe.main(["--quick", "--out", str(tmp_path)])
+    assert "needs the simulator: pip install --no-deps uxsim" in capsys.readouterr().err
 
 
 def test_the_true_delays_pass_every_measure_and_one_value_for_all_none():
