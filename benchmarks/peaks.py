@@ -18,7 +18,7 @@ from cases import Candidate, inputs, presets, sdpa
 from hf_fullpay import FullPayWarning
 from peers import peers
 
-TIMES = 5  # huge pages make single measurements jump
+TIMES = 3  # huge pages make single measurements jump
 
 
 def find(name: str, is_causal: bool, device: str) -> Candidate:
