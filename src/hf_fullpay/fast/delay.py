@@ -21,6 +21,7 @@ from torch import Tensor
 
 from hf_fullpay.core.numbers import accumulate
 from hf_fullpay.core.visible import Visible
+from hf_fullpay.fast.operator import Dropout, names_of, register
 
 TILE_ELEMENTS = {"cpu": 1 << 18}  # scores in a tile: 1 MiB in FP32, about the second-level cache of a core
 LARGE_TILE = 1 << 24  # on other devices, which need wide work
@@ -31,9 +32,7 @@ _INPUTS = (
     "Tensor? delays, Tensor? seed, Tensor? keys, Tensor? dense, SymInt? offset, SymInt? window, float scaling, "
     "float dropout"
 )
-_NAMES = [entry.split()[1] for entry in _INPUTS.split(", ")]
-_TENSORS = 11  # the first inputs
-_DIFFERENTIABLE = _NAMES[:8]
+_DIFFERENTIABLE = names_of(_INPUTS)[:8]
 
 
 def delayed_attention(
@@ -99,14 +98,13 @@ class _Pass:
     def __init__(self, inputs: Sequence[Any]) -> None:
         self.query, self.key, self.value, self.bias, self.beta = inputs[:5]
         self.query_times, self.key_times, self.delays = inputs[5:8]
-        seed, keys, dense, offset, window, self.scaling, self.dropout = inputs[8:]
+        seed, keys, dense, offset, window, self.scaling, dropout = inputs[8:]
         self.visible = Visible(self.query.shape[2], self.key.shape[2], self.query.device, keys, dense, offset, window)
         self.dtype, self.work = self.query.dtype, accumulate(self.query.dtype)
         if keys is not None:
             # Whatever is in padding, even NaN, must not enter a product.
             self.key, self.value = (x.masked_fill(~keys[:, None, :, None], 0.0) for x in (self.key, self.value))
-        # Both passes visit the tiles in the same order, and so draw the same numbers.
-        self.generator = None if seed is None else torch.Generator(self.query.device).manual_seed(int(seed))
+        self.dropout = Dropout(seed, dropout, self.query.device)
 
     def tiles(self) -> Iterator[_Tile]:
         """The tiles in which any key is seen."""
@@ -155,13 +153,6 @@ class _Pass:
         weights = torch.softmax(scores.masked_fill_(~tile.mask, -math.inf), -1)
         return weights.masked_fill_(~tile.mask.any(-1, keepdim=True), 0.0)
 
-    def factors(self, like: Tensor) -> Tensor | None:
-        """Factors of the dropout: 0 or 1 / (1 - dropout)."""
-        if self.generator is None:
-            return None
-        keep = 1.0 - self.dropout
-        return torch.empty_like(like).bernoulli_(keep, generator=self.generator).div_(keep)
-
 
 def _forward(*inputs: Any) -> Tensor:
     this, out = _Pass(inputs), _output(*inputs)
@@ -169,7 +160,7 @@ def _forward(*inputs: Any) -> Tensor:
         query, key, value = (x[tile.batch] for x in (this.query, this.key, this.value))
         query, key, value = query[:, :, tile.rows], key[:, :, tile.columns], value[:, :, tile.columns]
         weights = this.weights(tile, query, key, this.lag(tile))
-        if (factors := this.factors(weights)) is not None:
+        if (factors := this.dropout.factors(weights)) is not None:
             weights.mul_(factors)
         out[tile.batch, :, tile.rows] = (this.stack(weights.to(this.dtype)) @ value).reshape(*query.shape[:3], -1)
     return out
@@ -189,7 +180,7 @@ def _backward(d_out: Tensor, needs: list[bool], *inputs: Any) -> list[Tensor]:
         query, key, value = query[:, :, tile.rows], key[:, :, tile.columns], value[:, :, tile.columns]
         lag = this.lag(tile)
         weights = this.weights(tile, query, key, lag)
-        factors = this.factors(weights)
+        factors = this.dropout.factors(weights)
         d_rows = this.stack(d_out[tile.batch, :, tile.rows])
         d_paid = this.product(d_rows, value.mT, query.shape[:3]).to(this.work)
         if need["value"]:
@@ -234,30 +225,4 @@ def _output(*inputs: Any) -> Tensor:
     return query.new_zeros(batch, queries, heads, value.shape[-1]).transpose(1, 2)
 
 
-def _fake_backward(d_out: Tensor, needs: list[bool], *inputs: Any) -> list[Tensor]:
-    return [torch.empty_like(x) if need else d_out.new_empty(0) for x, need in zip(inputs, needs, strict=False)]
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:_TENSORS])
-    ctx.options = inputs[_TENSORS:]
-
-
-def _differentiate(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-    needs = list(ctx.needs_input_grad[: len(_DIFFERENTIABLE)])
-    grads = torch.ops.hf_fullpay.delay_backward(d_out, needs, *ctx.saved_tensors, *ctx.options)
-    grads = [grad if need else None for grad, need in zip(grads, needs, strict=True)]
-    return *grads, *[None] * (len(_NAMES) - len(grads))
-
-
-delay_forward = torch.library.custom_op(
-    "hf_fullpay::delay_forward", _forward, mutates_args=(), schema=f"({_INPUTS}) -> Tensor"
-)
-delay_forward.register_fake(_output)
-delay_forward.register_autograd(_differentiate, setup_context=_setup)
-# Without a derivative of its own: asking for second derivatives raises.
-delay_backward = torch.library.custom_op(
-    "hf_fullpay::delay_backward", _backward, mutates_args=(),
-    schema=f"(Tensor d_out, bool[] needs, {_INPUTS}) -> Tensor[]",
-)  # fmt: skip
-delay_backward.register_fake(_fake_backward)
+register("delay", _INPUTS, differentiable=len(_DIFFERENTIABLE), forward=_forward, fake=_output, backward=_backward)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_fullpay.core.numbers import accumulate
+from hf_fullpay.core.places import origins
 from hf_fullpay.core.visible import Visible
 from hf_fullpay.fast.host import sdpa
 
@@ -75,7 +76,7 @@ def last_key(visible: Visible) -> Start:
 
 def first_key(visible: Visible) -> Start:
     """Slot of the first key that exists; 0 where there is none."""
-    return 0 if visible.keys is None else visible.keys.to(torch.uint8).argmax(-1)
+    return 0 if visible.keys is None else origins(visible.keys)[:, 0]
 
 
 def group_means(rows: Tensor, alive: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_fullpay.core.draws import drawn_blocks
+from hf_fullpay.core.places import origins
 from hf_fullpay.core.visible import Visible
 from hf_fullpay.fast.cut import Cut, Piece, spread, take, whole
 
@@ -49,7 +50,7 @@ def sliding_cut(
         return whole(query, key, value, allowed)  # the window holds everything
     if random_blocks and allowed.keys is not None:
         size = max(half, 1)
-        first = allowed.keys.int().argmax(-1, keepdim=True)
+        first = origins(allowed.keys)
         return _aligned(
             query, key, value, allowed=allowed, named=named, move=-first % size, size=size,
             half=half, tokens=tokens, random_blocks=random_blocks, seed=seed,
@@ -230,7 +231,7 @@ def _global_slots(keys: Tensor, tokens: tuple[int, ...], named: Tensor | None) -
     """Slots of the global keys (B, T), which of them exist, and the same as flags (B, M)."""
     if named is None:
         length = keys.shape[1]
-        first = keys.int().argmax(-1, keepdim=True)
+        first = origins(keys)
         slots = first + torch.tensor(tokens, dtype=torch.long, device=keys.device)
         valid = slots < length
         slots = slots.clamp(max=length - 1)
@@ -247,8 +248,8 @@ def _global_slots(keys: Tensor, tokens: tuple[int, ...], named: Tensor | None) -
 def _drawn(keys: Tensor, chunks: _Chunks, many: int, seed: int) -> Tensor:
     """Slots of the drawn keys, (B, P, R * C), -1 for none."""
     length, size = keys.shape[1], chunks.size
-    first = keys.int().argmax(-1, keepdim=True) // size
-    last = (length - 1 - keys.flip(-1).int().argmax(-1, keepdim=True)) // size
+    first = origins(keys) // size
+    last = (length - 1 - origins(keys.flip(-1))) // size
     own = torch.arange(chunks.count, device=keys.device) + chunks.base - first
     total = last - first + 1
     total = torch.minimum(total, own + 1) if chunks.causal else total.expand_as(own)

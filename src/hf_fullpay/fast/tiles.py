@@ -21,6 +21,7 @@ from torch import Tensor
 
 from hf_fullpay.core.numbers import accumulate
 from hf_fullpay.core.visible import Visible
+from hf_fullpay.fast.operator import Dropout, names_of, register
 from hf_fullpay.fast.squash import SIGMOID_AMPLITUDE, STRAIGHT, tanh
 from hf_fullpay.fast.tiling import Tile, Tiling, lower_median
 
@@ -29,8 +30,7 @@ _INPUTS = (
     "Tensor? floor, Tensor? seed, Tensor? keys, Tensor? dense, SymInt? offset, SymInt? window, float scaling, "
     "float dropout, bool median, bool rescale"
 )
-_NAMES = [entry.split()[1] for entry in _INPUTS.split(", ")]
-_TENSORS = 11  # the first inputs
+_NAMES = names_of(_INPUTS)
 _DIFFERENTIABLE = _NAMES[:8]
 _ROWS = _NAMES[4:8]  # of shapes that broadcast to (B, H, N, 1)
 
@@ -94,13 +94,12 @@ class _Pass(Tiling):
     def __init__(self, inputs: Sequence[Any], needs: Sequence[bool]) -> None:
         self.inputs = dict(zip(_NAMES, inputs, strict=True))
         query, key, value, self.bias, self.centre, self.width, self.amplitude, self.floor = inputs[:8]
-        seed, keys, dense, offset, window, self.scaling, self.dropout, self.median, self.rescale = inputs[8:]
+        seed, keys, dense, offset, window, self.scaling, dropout, self.median, self.rescale = inputs[8:]
         visible = Visible(query.shape[2], key.shape[2], query.device, keys, dense, offset, window)
         super().__init__(query, key, value, visible)
         self.needs = dict(zip(_DIFFERENTIABLE, needs, strict=True))
         self.backwards = any(needs)
-        # Both passes visit the tiles in the same order, and so draw the same numbers.
-        self.generator = None if seed is None else torch.Generator(self.query.device).manual_seed(int(seed))
+        self.dropout = Dropout(seed, dropout, query.device)
         # y = rate * (scores - centre) is squashed to z = gain * tanh(y), or to z = gain * sigmoid(y) with twice the
         # rate and gain: softmax cannot tell them apart. The sigmoid is far faster, but less accurate near zero.
         self.rate = self.gain = torch.ones(1, 1, 1, 1, dtype=self.work, device=self.query.device)
@@ -154,13 +153,6 @@ class _Pass(Tiling):
         product = torch.bmm(left, right)
         return product.clamp_(-65504.0, 65504.0) if self.dtype == torch.float16 else product
 
-    def factors(self, like: Tensor) -> Tensor | None:
-        """Factors of the dropout: 0 or 1 / (1 - dropout)."""
-        if self.generator is None:
-            return None
-        keep = 1.0 - self.dropout
-        return torch.empty_like(like).bernoulli_(keep, generator=self.generator).div_(keep)
-
 
 def _forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Output, medians of y, and the factors a of the clamp."""
@@ -169,7 +161,7 @@ def _forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     for block in this.blocks():
         for tile in this.tiles(block):
             _, _, paid = this.weights(tile, medians)
-            factors = this.factors(paid)
+            factors = this.dropout.factors(paid)
             if this.floor is not None:
                 floor = tile.part(this.floor)
                 scales[tile.at], above = _solve(paid, floor, tile.seen)
@@ -219,7 +211,7 @@ class _Backward(_Pass):
         """From the output to z, and to the values."""
         d_rows = tile.stack(self.d_out[tile.at])
         d_paid = self.product(d_rows, tile.value).view(tile.shape).to(self.work)
-        factors = self.factors(weights)
+        factors = self.dropout.factors(weights)
         if self.floor is None:
             paid = weights if factors is None else weights * factors
             d_z = torch._softmax_backward_data(
@@ -338,31 +330,7 @@ def _backward(d_out: Tensor, medians: Tensor, scales: Tensor, needs: list[bool],
     return _Backward(d_out, medians, scales, needs, inputs).run()
 
 
-def _fake_backward(d_out: Tensor, medians: Tensor, scales: Tensor, needs: list[bool], *inputs: Any) -> list[Tensor]:
-    return [torch.empty_like(x) if need else d_out.new_empty(0) for x, need in zip(inputs, needs, strict=False)]
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:_TENSORS], *output[1:])
-    ctx.options = inputs[_TENSORS:]
-
-
-def _differentiate(ctx: Any, d_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    *tensors, medians, scales = ctx.saved_tensors
-    needs = ctx.needs_input_grad[: len(_DIFFERENTIABLE)]
-    grads = torch.ops.hf_fullpay.tiles_backward(d_out, medians, scales, list(needs), *tensors, *ctx.options)
-    grads = [grad if need else None for grad, need in zip(grads, needs, strict=True)]
-    return *grads, *[None] * (len(_NAMES) - len(grads))
-
-
-tiles_forward = torch.library.custom_op(
-    "hf_fullpay::tiles_forward", _forward, mutates_args=(), schema=f"({_INPUTS}) -> (Tensor, Tensor, Tensor)"
-)
-tiles_forward.register_fake(_outputs)
-tiles_forward.register_autograd(_differentiate, setup_context=_setup)
-# Without a derivative of its own: asking for second derivatives raises.
-tiles_backward = torch.library.custom_op(
-    "hf_fullpay::tiles_backward", _backward, mutates_args=(),
-    schema=f"(Tensor d_out, Tensor medians, Tensor scales, bool[] needs, {_INPUTS}) -> Tensor[]",
+register(
+    "tiles", _INPUTS, differentiable=len(_DIFFERENTIABLE), forward=_forward, fake=_outputs, backward=_backward,
+    kept=("medians", "scales"),
 )  # fmt: skip
-tiles_backward.register_fake(_fake_backward)
