@@ -22,7 +22,18 @@ MAY = {
     "paths": {"core", "reach", "scores", "payment", "plan", "fast"},
     "attend": {"core", "reach", "scores", "payment", "plan", "paths", "fast", "reference", "backends"},
     "hf": {
-        "core", "backends", "reach", "scores", "payment", "plan", "reference", "attend", "layers", "hf", "demo", "diagnosis",
+        "core",
+        "backends",
+        "reach",
+        "scores",
+        "payment",
+        "plan",
+        "reference",
+        "attend",
+        "layers",
+        "hf",
+        "demo",
+        "diagnosis",
     },  # the command line calls the last two
     "diagnosis": {"core", "reach", "scores", "payment", "plan", "reference", "hf", "diagnosis"},
 }
