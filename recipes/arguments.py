@@ -1,4 +1,4 @@
-"""The flags that the fine-tuning recipes share, and what they make: an Accelerator and a model under the chosen attention."""
+"""The flags that fine-tuning recipes share, and what they make: an Accelerator, and a model under the chosen attention."""
 
 from __future__ import annotations
 

@@ -91,7 +91,8 @@ def fit(
     """
     if len(dataset) == 0:
         raise ValueError("expected rows to train on, got an empty split.")
-    loader = DataLoader(dataset, batch_size=values["batch"], shuffle=True, collate_fn=collate, drop_last=len(dataset) > values["batch"])  # fmt: skip
+    size = values["batch"]
+    loader = DataLoader(dataset, batch_size=size, shuffle=True, collate_fn=collate, drop_last=len(dataset) > size)
     optimizer = torch.optim.AdamW(parameter_groups(model, values))
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     in_epoch = math.ceil(len(loader) / accelerator.gradient_accumulation_steps)
