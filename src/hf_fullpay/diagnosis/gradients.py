@@ -60,6 +60,7 @@ def gradient_reach(
     return near_mean, far_mean
 
 
+@torch.enable_grad()
 def gradient_norms(
     output: Tensor, sources: Sequence[Tensor], query: int, generator: torch.Generator, *, keep: bool
 ) -> Tensor:

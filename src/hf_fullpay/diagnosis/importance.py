@@ -81,6 +81,7 @@ def check_heads(model: nn.Module, batches: list[Inputs], settings: Settings) -> 
     return found
 
 
+@torch.enable_grad()
 def _loss(states: States, inputs: Inputs, generator: torch.Generator) -> tuple[Tensor, str]:
     """The model's own loss, or a random projection of the last hidden states of all real tokens; and its name."""
     own = getattr(states.result, "loss", None) if "labels" in inputs else None
