@@ -88,11 +88,10 @@ def _loss(states: States, inputs: Inputs, generator: torch.Generator) -> tuple[T
     if own is not None:
         return own, "the model's own loss"
     last = states.outputs[-1]
-    direction = torch.randn(last.shape, generator=generator).to(last)
     real = real_tokens(inputs, last.shape[1])
-    # Padding may hold anything, NaN too.
-    shown = last if real is None else last[real]
-    return (shown * (direction if real is None else direction[real])).sum(), "a random projection, for want of labels"
+    shown = last.flatten(0, 1) if real is None else last[real]  # padding may hold anything, NaN too
+    direction = torch.randn(shown.shape, generator=generator).to(shown)
+    return (shown * direction).sum(), "a random projection, for want of labels"
 
 
 def _real(inputs: Inputs, states: States, tensor: Tensor, block: int) -> Tensor:
