@@ -100,7 +100,7 @@ _TABLE = (
     ),
     Measure(
         "sink", "sinks", "largest sink",
-        "largest mean weight of one position of the first half, over the rows that see it, in texts cut to 64 tokens",
+        "largest mean weight, over the rows that see it, of a position of the first half; mean over texts cut to 64",
         better=LOW, limit=0.3, headline="max",
     ),
     Measure("sink_heads", "sinks", "heads with a sink", "share of heads whose largest sink exceeds 0.3", better=LOW),
