@@ -24,7 +24,7 @@ def test_every_family_and_preset(family, name):
         reach, heads, leak, positions = (run(check, model, inputs(family)) for check in CHECKS)
     layers = model.config.num_hidden_layers
     assert len(reach.values["near_over_far"]) == len(reach.values["gradient_range"]) == layers
-    assert all(number > 0 for number in flat(reach.values["near_over_far"]))
+    assert all(number >= 0 for number in flat(reach.values["near_over_far"]))
     assert all(len(line) == len(curve.x) for curve in reach.curves.values() for line in curve.series.values())
     assert [len(row) for row in heads.values["importance"]] == [4] * layers
     assert all(math.isclose(sum(row), 4, rel_tol=1e-6) for row in heads.values["importance"])

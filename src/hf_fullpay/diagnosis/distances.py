@@ -35,7 +35,7 @@ class ByDistance:
         for name, (sums, counts) in held.items():
             means = [float(sums[inside].sum() / counts[inside].sum()) for inside in insides]
             series[name] = [mean if mean > 0 else math.nan for mean in means]
-        return [math.exp(inside.double().log().mean()) for inside in insides], series
+        return [round(math.exp(inside.double().log().mean()), 2) for inside in insides], series
 
 
 def by_distance(numbers: Tensor, distance: Tensor, size: int) -> Tensor:

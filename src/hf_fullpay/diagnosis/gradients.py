@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from hf_fullpay.diagnosis.distances import ByDistance, by_distance
+from hf_fullpay.diagnosis.inputs import Batch
 from hf_fullpay.diagnosis.report import Curve, Findings
 from hf_fullpay.diagnosis.settings import Settings
 from hf_fullpay.diagnosis.states import States, record
-from hf_fullpay.diagnosis.texts import Inputs, longest, reads_images, texts_of
+from hf_fullpay.diagnosis.texts import longest, reads_images, texts_of
+from hf_fullpay.hf.unwrap import body_of
 
 HELD = 0.9  # the part of the gradient whose range is asked for
 
@@ -81,7 +83,7 @@ def gradient_norms(
     return torch.stack([gradient[0].norm(dim=-1, dtype=torch.float32).double() for gradient in found])
 
 
-def check_reach(model: nn.Module, batches: list[Inputs], settings: Settings) -> Findings:
+def check_reach(model: nn.Module, batches: list[Batch], settings: Settings) -> Findings:
     """Gradient reach at the input of every layer: `near_over_far` and `gradient_range`, each by layer (layer 0 is end to
     end), and the curve "gradient".
 
@@ -95,6 +97,7 @@ def check_reach(model: nn.Module, batches: list[Inputs], settings: Settings) -> 
     """
     found, generator = Findings(), torch.Generator().manual_seed(settings.seed)
     reach: _Reach | None = None
+    model = body_of(model)
     for inputs in longest(model, batches, settings.documents):
         states = record(model, inputs, graph=True)
         output, sources = states.outputs[-1], [states.inputs[block] for block in states.stack]
@@ -153,7 +156,7 @@ class _Reach:
         near, far = self.near_far
         ratios, ranges = (near / far).tolist(), torch.stack(self.ranges).mean(0).tolist()
         distances, lines = self.curve.lines()
-        relative = {label: [number / line[0] for number in line] for label, line in lines.items()}
+        relative = {label: [number / _first(line) for number in line] for label, line in lines.items()}
         return Findings(
             values={
                 "near_over_far": self.states.by_layer(ratios[:-1]),
@@ -168,6 +171,11 @@ class _Reach:
             },
             notes=list(dict.fromkeys(self.notes)),
         )  # fmt: skip
+
+
+def _first(line: list[float]) -> float:
+    """The nearest number there is."""
+    return next((number for number in line if not math.isnan(number)), math.nan)
 
 
 def _queries(length: int, far: int, count: int) -> list[int]:

@@ -12,16 +12,18 @@ import math
 import torch
 from torch import Tensor, nn
 
+from hf_fullpay.diagnosis.inputs import Batch
 from hf_fullpay.diagnosis.report import Curve, Findings, Table
 from hf_fullpay.diagnosis.settings import Settings
 from hf_fullpay.diagnosis.states import States, record
-from hf_fullpay.diagnosis.texts import Inputs, cut_rows, real_tokens
+from hf_fullpay.diagnosis.texts import cut_rows, real_slots
+from hf_fullpay.hf.unwrap import body_of
 from hf_fullpay.hf.watch import watch
 
 DEAD = 0.01  # of the mean importance of a layer's heads
 
 
-def check_heads(model: nn.Module, batches: list[Inputs], settings: Settings) -> Findings:
+def check_heads(model: nn.Module, batches: list[Batch], settings: Settings) -> Findings:
     """`importance` [L][H], over the mean of a layer's heads; `dead_heads`, the share under a hundredth of it, and a table
     that names them; `gradient_norm` [L] at the input of every layer, and the curve "gradient_flow".
 
@@ -37,8 +39,9 @@ def check_heads(model: nn.Module, batches: list[Inputs], settings: Settings) -> 
     notes: dict[str, None] = {}
     for inputs in cut_rows(model, batches, settings.documents):
         outputs: list[Tensor] = []
-        with watch(model, lambda seen, outputs=outputs: outputs.append(seen.output)):  # type: ignore[misc]
-            states = record(model, inputs, graph=True)
+        called = model if "labels" in inputs else body_of(model)
+        with watch(called, lambda seen, outputs=outputs: outputs.append(seen.output)):  # type: ignore[misc]
+            states = record(called, inputs, graph=True)
         loss, of = _loss(states, inputs, generator)
         notes[f"Importance of heads and gradient flow are those of {of}."] = None
         gradients = torch.autograd.grad(loss, [*outputs, *states.inputs], allow_unused=True)
@@ -82,21 +85,21 @@ def check_heads(model: nn.Module, batches: list[Inputs], settings: Settings) -> 
 
 
 @torch.enable_grad()
-def _loss(states: States, inputs: Inputs, generator: torch.Generator) -> tuple[Tensor, str]:
+def _loss(states: States, inputs: Batch, generator: torch.Generator) -> tuple[Tensor, str]:
     """The model's own loss, or a random projection of the last hidden states of all real tokens; and its name."""
     own = getattr(states.result, "loss", None) if "labels" in inputs else None
     if own is not None:
         return own, "the model's own loss"
     last = states.outputs[-1]
-    real = real_tokens(inputs, last.shape[1])
+    real = real_slots(inputs, last.shape[1])
     shown = last.flatten(0, 1) if real is None else last[real]  # padding may hold anything, NaN too
     direction = torch.randn(shown.shape, generator=generator).to(shown)
     return (shown * direction).sum(), "a random projection, for want of labels"
 
 
-def _real(inputs: Inputs, states: States, tensor: Tensor, block: int) -> Tensor:
+def _real(inputs: Batch, states: States, tensor: Tensor, block: int) -> Tensor:
     """Which tokens of a tensor (B, N, ...) count, (B, N) bool."""
-    real = real_tokens(inputs, tensor.shape[1], decoder=block in states.stack)
+    real = real_slots(inputs, tensor.shape[1], decoder=block in states.stack)
     if real is None or len(real) != len(tensor):  # the windows of a Swin
         return torch.ones(tensor.shape[:2], dtype=torch.bool, device=tensor.device)
     return real.to(tensor.device)

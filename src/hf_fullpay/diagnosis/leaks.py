@@ -8,14 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from hf_fullpay.diagnosis.gradients import gradient_norms
+from hf_fullpay.diagnosis.inputs import Batch
 from hf_fullpay.diagnosis.report import Findings
 from hf_fullpay.diagnosis.settings import Settings
 from hf_fullpay.diagnosis.states import States, is_cross, record
-from hf_fullpay.diagnosis.texts import Inputs, longest, texts_of
+from hf_fullpay.diagnosis.texts import longest, texts_of
+from hf_fullpay.hf.unwrap import body_of
 from hf_fullpay.hf.watch import watch
 
 
-def check_leak(model: nn.Module, batches: list[Inputs], settings: Settings) -> Findings:
+def check_leak(model: nn.Module, batches: list[Batch], settings: Settings) -> Findings:
     """`leak` and `leak_gradient`, each by layer, of models whose self-attention is causal everywhere.
 
     Everything behind a position is exchanged (its first token, its middle, its last but one): the outputs of every block
@@ -29,6 +31,7 @@ def check_leak(model: nn.Module, batches: list[Inputs], settings: Settings) -> F
         settings: documents, seed.
     """
     generator = torch.Generator().manual_seed(settings.seed)
+    model = body_of(model)
     found, leaks, gradients = Findings(), list[list[float]](), list[list[float]]()
     for inputs in longest(model, batches, settings.documents):
         causal: list[bool] = []
@@ -59,7 +62,7 @@ def check_leak(model: nn.Module, batches: list[Inputs], settings: Settings) -> F
     return found
 
 
-def _exchanged(model: nn.Module, inputs: Inputs, later: Tensor, generator: torch.Generator) -> States:
+def _exchanged(model: nn.Module, inputs: Batch, later: Tensor, generator: torch.Generator) -> States:
     """The same pass with other things in the slots `later`. It keeps a graph too: without one other kernels may run,
     which round otherwise."""
 

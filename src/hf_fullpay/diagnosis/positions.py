@@ -14,17 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from hf_fullpay.diagnosis.distances import ByDistance
+from hf_fullpay.diagnosis.inputs import Batch
 from hf_fullpay.diagnosis.report import Curve, Findings, Heatmap
 from hf_fullpay.diagnosis.settings import Settings
 from hf_fullpay.diagnosis.states import States, is_cross, record
-from hf_fullpay.diagnosis.texts import Inputs, longest, reads_images, texts_of
+from hf_fullpay.diagnosis.texts import longest, reads_images, texts_of
+from hf_fullpay.hf.unwrap import body_of
 from hf_fullpay.hf.watch import Seen, watch
 
 SHOWN = 64  # rows and columns of the picture
 RANKED = 512  # positions whose distances are compared
 
 
-def check_positions(model: nn.Module, batches: list[Inputs], settings: Settings) -> Findings:
+def check_positions(model: nn.Module, batches: list[Batch], settings: Settings) -> Findings:
     """`position_decay`, the rank correlation (Spearman) of |i - j| with the distance of the hidden states of positions i
     and j, at the first layer's input and at the last layer's output, and the heatmap "positions"; or, where positions do
     not reach the hidden states, the curve "position_weights" of every layer's mean weight by distance.
@@ -34,7 +36,7 @@ def check_positions(model: nn.Module, batches: list[Inputs], settings: Settings)
         batches: keyword arguments of the model; the row with most tokens says how many positions to look at.
         settings: not used.
     """
-    found = Findings()
+    found, model = Findings(), body_of(model)
     (inputs,) = longest(model, batches, 1)
     with same_tokens(model, inputs, torch.zeros_like) as given:
         states = record(model, given)
@@ -73,7 +75,7 @@ def check_positions(model: nn.Module, batches: list[Inputs], settings: Settings)
 
 
 @contextmanager
-def same_tokens(model: nn.Module, inputs: Inputs, fill: Callable[[Tensor], Tensor]) -> Iterator[Inputs]:
+def same_tokens(model: nn.Module, inputs: Batch, fill: Callable[[Tensor], Tensor]) -> Iterator[Batch]:
     """Exchange the input embeddings inside the context.
 
     Args:
@@ -125,7 +127,7 @@ def _even(slots: Tensor, most: int) -> Tensor:
     return slots[:: math.ceil(len(slots) / most)]
 
 
-def _weights(model: nn.Module, inputs: Inputs, slots: Tensor, states: States) -> Curve:
+def _weights(model: nn.Module, inputs: Batch, slots: Tensor, states: States) -> Curve:
     """Mean weight by distance in every layer, mean over heads, when every token is the mean of the text's."""
     found, flat = ByDistance(), ByDistance()
 

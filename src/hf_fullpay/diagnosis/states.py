@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_fullpay.hf.blocks import blocks_of, watch_blocks
+from hf_fullpay.hf.unwrap import no_cache
 from hf_fullpay.hf.watch import Seen, attention_modules
 
 
@@ -96,7 +97,7 @@ def record(
             stack.callback(module.register_forward_pre_hook(note).remove)
         stack.enter_context(watch_blocks(model, enter, lambda _, hidden: found.outputs.append(hidden)))
         stack.enter_context(torch.set_grad_enabled(graph))
-        found.result = model(**inputs)
+        found.result = model(**inputs, **no_cache(model))
     if not len(found.inputs) == len(found.outputs) == len(found.paths):
         raise ValueError(f"{type(model).__name__}: expected blocks that read and give hidden states, found others.")
     return found

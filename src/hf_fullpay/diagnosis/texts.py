@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Inputs = dict[str, Tensor]
+from hf_fullpay.diagnosis.inputs import Batch
 
 
-def cut_rows(model: nn.Module, batches: list[Inputs], count: int) -> Iterator[Inputs]:
+def cut_rows(model: nn.Module, batches: list[Batch], count: int) -> Iterator[Batch]:
     """The batches, until they hold `count` rows."""
     for batch in batches:
         if count < 1:
@@ -22,16 +22,18 @@ def cut_rows(model: nn.Module, batches: list[Inputs], count: int) -> Iterator[In
         count -= rows
 
 
-def longest(model: nn.Module, batches: list[Inputs], count: int) -> list[Inputs]:
-    """The `count` rows with most tokens, each a batch of its own; the first ones where no length is known."""
+def longest(model: nn.Module, batches: list[Batch], count: int) -> list[Batch]:
+    """The `count` rows with most tokens, each a batch of its own and without labels; the first ones where no length is
+    known."""
     found = []
     for batch in batches:
         rows = _rows(model, batch)
+        batch = {name: tensor for name, tensor in batch.items() if name != "labels"}
         found += [_cut(batch, rows, row, row + 1) for row in range(rows)]
     return sorted(found, key=_tokens, reverse=True)[:count]
 
 
-def texts_of(inputs: Inputs, slots: int, device: torch.device) -> list[Tensor]:
+def texts_of(inputs: Batch, slots: int, device: torch.device) -> list[Tensor]:
     """Slots of the tokens of every text of a single row, in order.
 
     Args:
@@ -40,7 +42,7 @@ def texts_of(inputs: Inputs, slots: int, device: torch.device) -> list[Tensor]:
         device: where the answer goes.
     """
     places = torch.arange(slots, device=device)
-    real = real_tokens(inputs, slots)
+    real = real_slots(inputs, slots)
     if real is not None:
         places = places[real[0].to(device)]
     numbers, starts = inputs.get("position_ids"), inputs.get("cu_seq_lens_q")
@@ -53,7 +55,7 @@ def texts_of(inputs: Inputs, slots: int, device: torch.device) -> list[Tensor]:
     return list(places.split(text.unique_consecutive(return_counts=True)[1].tolist()))
 
 
-def real_tokens(inputs: Inputs, slots: int, decoder: bool = True) -> Tensor | None:
+def real_slots(inputs: Batch, slots: int, decoder: bool = True) -> Tensor | None:
     """Which of the slots are no padding, (B, slots) bool; None where nothing says so.
 
     Args:
@@ -65,29 +67,29 @@ def real_tokens(inputs: Inputs, slots: int, decoder: bool = True) -> Tensor | No
     return mask.bool() if mask is not None and mask.ndim == 2 and mask.shape[1] == slots else None
 
 
-def reads_images(inputs: Inputs) -> bool:
+def reads_images(inputs: Batch) -> bool:
     """Whether a model reads pixels alone, so that tokens are patches in the order of rows."""
     return "pixel_values" in inputs and "input_ids" not in inputs
 
 
-def _decodes(inputs: Inputs) -> bool:
+def _decodes(inputs: Batch) -> bool:
     return "decoder_input_ids" in inputs or "decoder_inputs_embeds" in inputs
 
 
-def _rows(model: nn.Module, batch: Inputs) -> int:
+def _rows(model: nn.Module, batch: Batch) -> int:
     main: Any = getattr(model, "main_input_name", "input_ids")
     first = batch.get(main, batch.get("inputs_embeds"))
     return (next(iter(batch.values())) if first is None else first).shape[0]
 
 
-def _cut(batch: Inputs, rows: int, start: int, stop: int) -> Inputs:
+def _cut(batch: Batch, rows: int, start: int, stop: int) -> Batch:
     """Rows start..stop-1. What has no entry for every row (positions that all share) stays whole."""
     if rows == 1:
         return batch
     return {name: x[start:stop] if x.ndim and x.shape[0] == rows else x for name, x in batch.items()}
 
 
-def _tokens(row: Inputs) -> int:
+def _tokens(row: Batch) -> int:
     mask, ids = row.get("attention_mask"), row.get("input_ids", row.get("inputs_embeds"))
     if mask is not None and mask.ndim == 2:
         return int(mask.sum())
