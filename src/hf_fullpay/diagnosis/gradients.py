@@ -80,7 +80,7 @@ def gradient_norms(
     """
     direction = torch.randn(output.shape[-1], generator=generator).to(output)
     found = torch.autograd.grad(output[0, query] @ direction, sources, retain_graph=keep, materialize_grads=True)
-    return torch.stack([gradient[0].norm(dim=-1, dtype=torch.float32).double() for gradient in found])
+    return torch.stack([torch.linalg.vector_norm(gradient[0], dim=-1, dtype=torch.float64) for gradient in found])
 
 
 def check_reach(model: nn.Module, batches: list[Batch], settings: Settings) -> Findings:

@@ -43,6 +43,8 @@ def check_heads(model: nn.Module, batches: list[Batch], settings: Settings) -> F
         with watch(called, lambda seen, outputs=outputs: outputs.append(seen.output)):  # type: ignore[misc]
             states = record(called, inputs, graph=True)
         loss, of = _loss(states, inputs, generator)
+        if not loss.isfinite():
+            return Findings(notes=[f"Heads were left out: {of} is {float(loss)}."])
         notes[f"Importance of heads and gradient flow are those of {of}."] = None
         gradients = torch.autograd.grad(loss, [*outputs, *states.inputs], allow_unused=True)
         by_head = [
@@ -77,8 +79,6 @@ def check_heads(model: nn.Module, batches: list[Batch], settings: Settings) -> F
     )  # fmt: skip
     if heads:
         found.values["dead_heads"] = len(dead) / len(heads)
-    else:
-        found.notes.append("No head has a finite gradient, so none can be called dead.")
     if dead:
         found.tables["dead_heads"] = Table("Dead heads", ["layer", "head", "importance"], dead)
     return found
@@ -109,16 +109,16 @@ def _importance(output: Tensor, gradient: Tensor | None, real: Tensor) -> Tensor
     """(H,) of (B, N, H, D), FP64."""
     if gradient is None:
         return torch.full((output.shape[2],), math.nan, dtype=torch.float64)
-    product = (output.detach().float() * gradient.float()).sum(-1).abs()
-    return product[real].double().sum(0).cpu()
+    product = (output.detach().double() * gradient).sum(-1).abs()
+    return product[real].sum(0).cpu()
 
 
 def _norm(hidden: Tensor, gradient: Tensor | None, real: Tensor) -> Tensor:
     """Sum of the norms of tokens (B, N, width), and their number."""
     if gradient is None:
         return torch.full((2,), math.nan, dtype=torch.float64)
-    norms = gradient[real].norm(dim=-1, dtype=torch.float32)
-    return torch.tensor([float(norms.double().sum()), len(norms)], dtype=torch.float64)
+    norms = torch.linalg.vector_norm(gradient[real], dim=-1, dtype=torch.float64)
+    return torch.tensor([float(norms.sum()), len(norms)], dtype=torch.float64)
 
 
 def _relative(total: Tensor) -> Tensor:

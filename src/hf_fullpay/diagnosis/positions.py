@@ -62,7 +62,7 @@ def check_positions(model: nn.Module, batches: list[Batch], settings: Settings) 
         return found
     found.values["position_decay"] = decay
     step = math.ceil(len(slots) / SHOWN)
-    label = "position" if step == 1 else f"position, every {step}th"
+    label = "position" if step == 1 else f"position, in steps of {step}"
     found.heatmaps["positions"] = Heatmap(
         "Distance of positions, all-zero embeddings", label, label,
         {
