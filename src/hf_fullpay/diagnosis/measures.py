@@ -141,6 +141,11 @@ _TABLE = (
     Measure(
         "range", "range", "effective range", "distance within which nine tenths of the weight lie", unit="tokens",
     ),
+    Measure(
+        "nonfinite_weights", "finite", "weights that are NaN or infinite",
+        "parameters of the model with numbers that are not finite; torch's SDPA on a CPU hides what NaN does to a head",
+        better=LOW, limit=0.0,
+    ),
     Measure("nonfinite", "finite", "NaN or infinity", "numbers in a layer's output that are not finite", better=LOW,
             limit=0.0, headline="max"),
 )  # fmt: skip

@@ -80,8 +80,13 @@ def diagnose(
             batches_of(inputs, model), total=total, desc="inputs", unit="batch", disable=not progress, leave=False
         )
         found = reading.run(body_of(model), bar)
+        broken = [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()]
+        if "finite" in chosen:
+            found.values["nonfinite_weights"] = float(len(broken))
+        if broken:
+            found.notes.insert(0, f"NaN or infinity among the model's weights, first in {broken[0]}.")
         probes = [name for name in chosen if name in PROBES]
-        if probes and reading.spikes.broken_anywhere:
+        if probes and (broken or reading.spikes.broken_anywhere):
             found.notes.append(f"Left out, since they need a finite model: {', '.join(probes)}.")
             probes = []
         for name in tqdm(probes, desc="checks", unit="check", disable=not progress, leave=False):

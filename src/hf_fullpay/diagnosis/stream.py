@@ -254,7 +254,7 @@ class Pictures(Stream):
         self.finished: set[int] = set()
 
     def take(self, tile: Tile) -> None:
-        layer, weights = tile.seen.index, tile.rows.weights[0]
+        layer, weights = tile.seen.index, tile.rows.weights[0].float()
         if layer in self.finished:
             return
         queries, keys = tile.seen.query.shape[2], weights.shape[-1]
