@@ -218,7 +218,7 @@ def _only(found: Findings, layers: Sequence[int] | None, total: int) -> Findings
     if layers is None:
         return found
     for name, values in found.values.items():
-        if isinstance(values, list) and len(values) == total:
+        if name != "position_decay" and isinstance(values, list) and len(values) == total:  # its two are no layers
             found.values[name] = [
                 values[layer] if layer in layers else [math.nan] if isinstance(values[layer], list) else math.nan
                 for layer in range(total)
