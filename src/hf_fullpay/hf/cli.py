@@ -1,4 +1,4 @@
-"""The command line: hf-fullpay list | convert | inspect | diagnose | demo."""
+"""The command line: hf-fullpay list | convert | inspect | diagnose | calibrate | demo."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"hf-fullpay {options.command}: expected readable weights, got a damaged file: {error}", file=sys.stderr)
         return 2
     except (ValueError, OSError, ImportError) as error:
-        print(f"hf-fullpay {options.command}: {str(error).removeprefix('convert: ')}", file=sys.stderr)
+        print(f"hf-fullpay {options.command}: {str(error).removeprefix(f'{options.command}: ')}", file=sys.stderr)
         return 2
     except Exception as error:  # a broken checkpoint can fail anywhere in Transformers; a user wants a sentence
         print(f"hf-fullpay {options.command}: {type(error).__name__}: {error}", file=sys.stderr)
@@ -85,6 +85,24 @@ def _parser() -> argparse.ArgumentParser:
     )
     diagnose.add_argument("--strict", action="store_true", help="exit with 1 when a measure does not keep its line")
     diagnose.set_defaults(run=_diagnose)
+
+    calibrate = commands.add_parser("calibrate", help="bounds per layer and head from your texts or images, as a plan")
+    calibrate.add_argument("model", metavar="MODEL", help="Hub id or folder")
+    _add_inputs(calibrate)
+    calibrate.add_argument(
+        "--out", metavar="FILE", type=Path, required=True, help="where the plan goes, for convert --plan"
+    )
+    base = calibrate.add_mutually_exclusive_group()
+    base.add_argument(
+        "--attention", metavar="NAME", choices=sorted(PRESETS), default="bounded", help="preset (bounded)"
+    )
+    base.add_argument("--plan", metavar="FILE", type=Path, help="a plan as JSON instead")
+    calibrate.add_argument("--reduction", type=float, default=4.0, help="how many times smaller logits get (4)")
+    calibrate.add_argument("--quantile", type=float, default=0.999, help="of the rows that count (0.999)")
+    calibrate.add_argument(
+        "--budget", type=float, help="only in the layers from the top down that change the model by at most this much"
+    )
+    calibrate.set_defaults(run=_calibrate)
 
     demo = commands.add_parser("demo", help="fine-tune a real encoder on long reviews, with its promises measured")
     demo.add_argument("--out", metavar="DIR", type=Path, default=Path("runs/demo"), help="where results go (runs/demo)")
@@ -278,6 +296,29 @@ def _diagnose(options: argparse.Namespace) -> int:
     if options.out is not None:
         print(f"written: {result.save(options.out)}")
     return 1 if options.strict and not reports[0].passed else 0
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from hf_fullpay.diagnosis import calibrate, sensitivity
+    from hf_fullpay.hf.sources import load_model
+
+    base = _plan(options)
+    if options.out.is_dir() or not options.out.resolve().parent.is_dir():
+        raise ValueError(f"--out: expected a file in a folder that exists, got {options.out}.")
+    model = load_model(options.model)
+    inputs = _inputs(options, model)
+    found = calibrate(model, inputs, plan=base, reduction=options.reduction, quantile=options.quantile)
+    Console().print(found)
+    plan = found.plan()
+    if options.budget is not None:
+        bears = sensitivity(model, inputs, plan, budget=options.budget)
+        Console().print(bears)
+        plan = bears.suggestion()
+    options.out.write_text(json.dumps(plan.to_dict(), indent=1) + "\n")
+    print(f"{options.out}: {plan.describe()}; next: hf-fullpay convert {options.model} DST --plan {options.out}")
+    return 0
 
 
 def _demo(options: argparse.Namespace) -> int:
