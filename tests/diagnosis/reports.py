@@ -101,7 +101,7 @@ def ragged() -> Report:
 
 
 def deep() -> Report:
-    return report(48, 32, panels=8)
+    return report(48, 8, panels=8)
 
 
 def hostile() -> Report:

@@ -28,24 +28,26 @@ def measure_card(measure: Measure, sides: Sides, numbers: bool = True) -> str:
         return ""
     limit = next((r.limits[measure.name] for r in sides.values() if measure.name in r.limits), None)
     of_heads = any(by_head(found) for found in values.values())
-    parts = []
-    if of_heads:
-        scale = Scale.of(number for found in values.values() for number in flat(found))
-        maps = {
-            side: svg.heat(rows_of(found), scale, f"{measure.title} by layer and head {side}".strip(), measure.unit)
-            for side, found in values.items()
-        }
-        parts += [_beside(maps), svg.legend(scale, measure.unit, limit)]
-    compared = {
+    uniform = {
         side: r.findings.uniform[measure.name] for side, r in sides.items() if measure.name in r.findings.uniform
     }
-    if not of_heads or (numbers and (compared or limit is not None)):
-        parts.append(_by_layer(measure, values, compared, limit, of_heads))
-    parts.append(_READOUT)
+    pictures, ramp = {}, ""
+    if of_heads:
+        scale = Scale.of(number for found in values.values() for number in flat(found))
+        ramp = svg.legend(scale, measure.unit, limit)
+        pictures = {
+            side: svg.heat(rows_of(found), scale, f"{measure.title} by layer and head {side}".strip(), measure.unit)
+            + ramp
+            for side, found in values.items()
+        }
+    if not of_heads or (numbers and (uniform or limit is not None)):
+        pictures["by layer"] = _by_layer(measure, values, uniform, limit, of_heads)
+    wide = of_heads and len(values) > 1
+    parts = [_beside(pictures) if wide else "".join(pictures.values()), _READOUT]
     if numbers:
         parts.append(_numbers({side: _cells(found) for side, found in values.items()}))
     badges = "".join(_badge(side, line) for side, r in sides.items() for line in r.lines if line.measure is measure)
-    return _card(measure.title, measure.about, parts, badges, wide=of_heads and len(values) > 1)
+    return _card(measure.title, measure.about, parts, badges, wide)
 
 
 def curve_card(name: str, sides: Sides) -> str:
@@ -78,10 +80,13 @@ def table_card(name: str, sides: Sides) -> str:
     """A table, and the map of layers and heads where it gives each a role."""
     tables = {side: report.findings.tables[name] for side, report in sides.items() if name in report.findings.tables}
     first: Table = next(iter(tables.values()))
-    bodies = {
-        side: _role_map(table) + scrolled(table.columns, table.rows, table.title) for side, table in tables.items()
-    }
-    return _card(first.title, "", [_beside(bodies), _READOUT], wide=True)
+    maps = {side: _role_map(table) for side, table in tables.items()}
+    bodies = {side: scrolled(table.columns, table.rows, table.title) for side, table in tables.items()}
+    if maps.get(""):
+        parts = [_beside({"by layer and head": maps[""], "numbers": bodies[""]})]
+    else:
+        parts = [_beside(maps) if any(maps.values()) else "", _beside(bodies)]
+    return _card(first.title, "", [*parts, _READOUT], wide=True)
 
 
 def scrolled(columns: Sequence[str], rows: Sequence[Sequence[Any]], label: str) -> str:
@@ -105,26 +110,32 @@ def mean_by_layer(values: Values, layers: int) -> list[float]:
 
 
 def _by_layer(
-    measure: Measure, values: dict[str, Values], compared: dict[str, Values], limit: float | None, heads: bool
+    measure: Measure, values: dict[str, Values], uniform: dict[str, Values], limit: float | None, heads: bool
 ) -> str:
     longest = max(len(found) for found in values.values() if isinstance(found, list))
     lines = {
         side or ("mean of the heads" if heads else measure.title): mean_by_layer(f, 0) for side, f in values.items()
     }
-    lines |= {f"uniform {side}".strip(): mean_by_layer(found, longest) for side, found in compared.items()}
+    alike = len({str(found) for found in uniform.values()}) == 1
+    for side, found in list(uniform.items())[: 1 if alike else None]:
+        lines["uniform" if alike else f"uniform {side}"] = mean_by_layer(found, longest)
     lines = {name: ys + [math.nan] * (longest - len(ys)) for name, ys in lines.items()}
     band = None
     if heads and len(values) == 1:
         kept = [[n for n in row if math.isfinite(n)] or [math.nan] for row in rows_of(next(iter(values.values())))]
         band = [min(row) for row in kept], [max(row) for row in kept]
-    numbers = [n for ys in lines.values() for n in ys if math.isfinite(n)]
-    log = bool(numbers) and min(numbers) > 0 and max(numbers) > 1000 * min(numbers)
+    numbers = [n for ys in (*lines.values(), [limit or math.nan]) for n in ys if math.isfinite(n)]
     picture = svg.lines(
         list(range(longest)), lines, f"{measure.title} by layer", x_label="layer", y_label=measure.unit,
-        band=band, limit=limit, log_y=log, whole=True,
+        band=band, limit=limit, log_y=limit != 0 and _wide(numbers), whole=True,
     )  # fmt: skip
     shade = '<p class="shade">Shaded: from the least head to the largest.</p>' if band else ""
     return picture + svg.keys(list(lines)) + shade
+
+
+def _wide(numbers: list[float]) -> bool:
+    """Whether numbers ask for a logarithmic axis."""
+    return bool(numbers) and 0 < 200 * min(numbers) < max(numbers)
 
 
 def _panels(found: Heatmap, scale: Scale) -> str:

@@ -18,10 +18,12 @@ from hf_fullpay.diagnosis.report import Report
 
 _NUMBERS = {"value", "uniform", "limit", "before", "after", "change"}
 _SECTIONS = {
-    "weights": "Weights", "promise": "Promises", "entropy": "Entropy", "reach": "Reach of gradients", "scores": "Scores",
-    "sinks": "Sinks", "spikes": "Spikes", "heads": "Heads and gradients", "positions": "Positions", "leak": "Leaks",
-    "range": "Range", "finite": "Finite numbers",
-}  # fmt: skip
+    "Weights": ("weights", "promise", "entropy"),
+    "Reach": ("reach", "range", "positions", "leak"),
+    "Scores": ("scores",),
+    "Sinks and spikes": ("sinks", "spikes", "finite"),
+    "Heads": ("heads",),
+}
 
 
 def document(sides: Sides, columns: Sequence[str], cells: Sequence[Sequence[str]], notes: Sequence[str]) -> str:
@@ -33,11 +35,12 @@ def document(sides: Sides, columns: Sequence[str], cells: Sequence[Sequence[str]
         notes: what could not be measured or compared.
     """
     sections = {"verdicts": ("Verdicts", verdicts(columns, cells))}
-    for check in CHECKS:
-        of_check = (measure for measure in MEASURES.values() if measure.check == check)
-        cards = "".join(figures.measure_card(measure, sides) for measure in of_check)
+    named = [check for checks in _SECTIONS.values() for check in checks]
+    for title, checks in (_SECTIONS | {"Other": tuple(check for check in CHECKS if check not in named)}).items():
+        of_section = (measure for measure in MEASURES.values() if measure.check in checks)
+        cards = "".join(figures.measure_card(measure, sides) for measure in of_section)
         if cards:
-            sections[check] = (_SECTIONS.get(check, check.capitalize()), f'<div class="cards">{cards}</div>')
+            sections[title.split()[0].lower()] = (title, f'<div class="cards">{cards}</div>')
     for kind, title, card in (
         ("curves", "Curves", figures.curve_card),
         ("tables", "Tables", figures.table_card),
@@ -133,11 +136,12 @@ def _fact(value: object) -> str:
 def _cell(column: str, cell: str) -> str:
     if column.startswith("verdict"):
         mark = {"pass": "✓ ", "FAIL": "✕ "}.get(cell, "")
-        return f'<td><span class="badge {cell.lower()}">{mark}{cell}</span></td>' if cell else "<td></td>"
+        badge = f'<span class="badge {cell.lower()}">{mark}{cell}</span>' if cell else ""
+        return f'<td data-name="{column}">{badge}</td>'
     if column == "change":
         kind = "good" if cell.endswith("better") else "bad" if cell.endswith("worse") else ""
-        return f'<td class="n {kind}">{escape(cell)}</td>'
-    return f'<td class="{_kind(column)}">{escape(cell)}</td>'
+        return f'<td class="n {kind}" data-name="{column}">{escape(cell)}</td>'
+    return f'<td class="{_kind(column)}" data-name="{column}">{escape(cell)}</td>'
 
 
 def _kind(column: str) -> str:

@@ -298,7 +298,9 @@ def shown(number: float) -> str:
     """Three digits that a reader takes in at once."""
     if math.isnan(number) or math.isinf(number) or (number == int(number) and abs(number) < 1e4):
         return f"{number:g}"
-    return f"{number:.3g}" if 1e-3 <= abs(number) < 1e4 else f"{number:.1e}"
+    if 1e3 <= abs(number) < 1e4:
+        return f"{number:.0f}"
+    return f"{number:.3g}" if 1e-3 <= abs(number) < 1e3 else f"{number:.1e}"
 
 
 def _worst(values: Values, measure: Measure) -> str:

@@ -45,7 +45,7 @@ def heat(rows: Sequence[Sequence[float]], scale: Scale, label: str, unit: str = 
 
 def roles(found: dict[tuple[int, int], str]) -> str:
     """The role of every layer and head: a colour and its initials, and what they mean below."""
-    names = sorted(set(found.values()))
+    names = sorted(set(found.values()), key=lambda name: (name == "none", name))
     columns = max((head for _, head in found), default=-1) + 1
     layers = max((layer for layer, _ in found), default=-1) + 1
     across = min(44.0, (WIDTH - _LEFT - _RIGHT) / max(columns, 1))
@@ -81,7 +81,7 @@ def lines(
 
     Args:
         x: positions on the axis.
-        series: y by label, as long as x; a label that ends in "before" is dashed.
+        series: y by label, as long as x; see `stroke` for labels with a meaning.
         label: what a screen reader says.
         x_label, y_label: of the axes.
         y_scale: of the axis, for pictures side by side; by default what holds all numbers.
@@ -166,12 +166,12 @@ def tint(index: int, many: int) -> str:
 
 
 def stroke(name: str) -> str:
-    """Lines of a model before a change are dashed."""
-    return "line dashed" if name.endswith("before") else "line"
+    """Lines of a model before a change are dashed, and those of uniform attention grey."""
+    return "line" + " uniform" * name.startswith("uniform") + " dashed" * name.endswith("before")
 
 
 def ticks(scale: Scale, whole: bool = False) -> list[float]:
-    """Three to six round numbers on an axis; powers of ten on a logarithmic one that holds two of them."""
+    """Some four to six round numbers on an axis; powers of ten on a logarithmic one that holds two of them."""
     low, high = scale.low, scale.high
     if not (high > low and math.isfinite(high - low)):
         return [low]
@@ -181,7 +181,7 @@ def ticks(scale: Scale, whole: bool = False) -> list[float]:
         return [10.0**power for power in decades[::step]] if len(decades) > 1 else [low, high]
     rough = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(rough))
-    step_size = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
+    step_size = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.8)
     step_size = max(1.0, round(step_size)) if whole else step_size
     first = math.ceil(low / step_size - 1e-9)
     return [place * step_size for place in range(first, math.floor(high / step_size + 1e-9) + 1)]
@@ -239,6 +239,8 @@ def _number(number: float, unit: str) -> str:
 
 
 def _short(number: float) -> str:
+    if 1e3 <= abs(number) < 1e5:
+        return f"{number:g}"
     return f"{number:.3g}".replace("e-0", "e-").replace("e+0", "e")
 
 
