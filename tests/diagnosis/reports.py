@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from functools import cache
 
 from hf_fullpay.diagnosis.measures import MEASURES
 from hf_fullpay.diagnosis.report import Curve, Findings, Heatmap, Report, Table
@@ -75,6 +76,10 @@ def _weights(size: int, dice: random.Random) -> list[list[float]]:
     return rows
 
 
+def real() -> Report:
+    return report()
+
+
 def empty() -> Report:
     return Report("Model", "eager", "", [], {}, Findings(), {})
 
@@ -116,4 +121,5 @@ def hostile() -> Report:
     return made
 
 
-AWKWARD = {"real": report, "empty": empty, "single": single, "ragged": ragged, "deep": deep, "hostile": hostile}
+# Made once each: tests only look at them.
+AWKWARD = {make.__name__: cache(make) for make in (real, empty, single, ragged, deep, hostile)}

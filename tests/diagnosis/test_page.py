@@ -54,6 +54,24 @@ def test_every_figure_is_seen(chromium, pages, tmp_path, case, width, dark):
     assert (sum(ground) < 150) == dark
 
 
+@pytest.mark.parametrize(
+    ("fault", "complaint"),
+    [
+        ("document.querySelector('svg.plot').style.display = 'none'", "is not visible"),
+        ("document.querySelector('svg.plot').style.width = '2000px'", "scrolls sideways"),
+        ("document.querySelector('h1').style.color = 'gray'", "contrast"),
+        ("document.querySelector('.plot circle').setAttribute('cx', 'nan')", "has no place"),
+        ("document.querySelector('.panels img').src = 'data:,'", "is no picture"),
+    ],
+)
+def test_faults_are_seen(chromium, pages, fault, complaint):
+    chromium.open(pages["single"], 360)
+    chromium.ask(
+        fault + "; document.querySelector('svg.plot').style.maxWidth = 'none'; new Promise((on) => setTimeout(on, 50))"
+    )
+    assert any(complaint in found for found in chromium.ask(LOOK))
+
+
 def test_without_scripts(chromium, pages):
     chromium.open(pages["real"], 360, scripts=False)
     try:

@@ -168,7 +168,8 @@ class Report:
         )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form, with the lines spelt out; `from_dict` is its inverse. Numbers that are not finite become None."""
+        """JSON form, with the lines spelt out; `from_dict` is its inverse. NaN becomes None, infinity a word: a verdict
+        that an infinite number broke stays broken."""
         lines = [asdict(line) | {"measure": line.measure.name} for line in self.lines]
         return for_json({**asdict(self), "passed": self.passed, "lines": lines})
 
@@ -345,18 +346,20 @@ def flat(values: Any) -> Iterator[float]:
 
 
 def for_json(value: Any) -> Any:
-    """For JSON, which knows neither NaN nor infinity: they become None."""
+    """For JSON, which knows neither NaN nor infinity: None, and the words "Infinity" and "-Infinity"."""
     if isinstance(value, Mapping):
         return {str(key): for_json(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [for_json(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return None if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def _numbers(value: Any) -> Any:
-    """The other way: None was NaN."""
+    """The other way."""
     if isinstance(value, Mapping):
         return {key: _numbers(entry) for key, entry in value.items()}
     if isinstance(value, list):
         return [_numbers(entry) for entry in value]
-    return math.nan if value is None else value
+    return {None: math.nan, "Infinity": math.inf, "-Infinity": -math.inf}.get(value, value)

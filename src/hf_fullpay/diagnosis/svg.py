@@ -173,7 +173,7 @@ def stroke(name: str) -> str:
 def ticks(scale: Scale, whole: bool = False) -> list[float]:
     """Some four to six round numbers on an axis; powers of ten on a logarithmic one that holds two of them."""
     low, high = scale.low, scale.high
-    if not (high > low and math.isfinite(high - low)):
+    if not (math.isfinite(high - low) and high - low > 1e-300):
         return [low]
     if scale.log:
         decades = range(math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9) + 1)
