@@ -135,8 +135,8 @@ def _fact(value: object) -> str:
 
 def _cell(column: str, cell: str) -> str:
     if column.startswith("verdict"):
-        mark = {"pass": "✓ ", "FAIL": "✕ "}.get(cell, "")
-        badge = f'<span class="badge {cell.lower()}">{mark}{cell}</span>' if cell else ""
+        kind, mark = {"pass": ("pass", "✓ "), "FAIL": ("fail", "✕ ")}.get(cell, ("", ""))
+        badge = f'<span class="badge {kind}">{mark}{cell}</span>' if cell else ""
         return f'<td data-name="{column}">{badge}</td>'
     if column == "change":
         kind = "good" if cell.endswith("better") else "bad" if cell.endswith("worse") else ""

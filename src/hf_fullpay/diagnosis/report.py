@@ -98,7 +98,7 @@ class Line:
         value: layers and heads in one number.
         uniform: the same for uniform attention, or None.
         limit: the line to keep, or None.
-        passed: whether it is kept; None without a limit.
+        passed: whether it is kept; None without a limit, and where uniform attention itself does not keep it.
         worst: the layer and head farthest to the wrong side, in words; "" where there is one number only.
     """
 
@@ -116,7 +116,7 @@ class Line:
             self.measure.check, self.measure.label, shown(self.value),
             "" if self.uniform is None else shown(self.uniform),
             "" if self.limit is None else f"{sign} {shown(self.limit)}".strip(),
-            {True: "pass", False: "FAIL", None: ""}[self.passed], self.worst,
+            verdict(self), self.worst,
         ]  # fmt: skip
 
 
@@ -161,11 +161,12 @@ class Report:
         values = self.values[measure.name]
         value = headline(values, measure.headline)
         limit = self.limits.get(measure.name)
-        uniform = self.findings.uniform.get(measure.name)
-        return Line(
-            measure, value, None if uniform is None else headline(uniform, measure.headline), limit,
-            None if limit is None or measure.better is None else measure.keeps(value, limit), _worst(values, measure),
-        )  # fmt: skip
+        known = self.findings.uniform.get(measure.name)
+        uniform = None if known is None else headline(known, measure.headline)
+        # Where not even uniform attention keeps a limit (a floor of 0.01 over 500 keys), no attention can.
+        judged = limit is not None and (uniform is None or measure.keeps(uniform, limit))
+        passed = measure.keeps(value, limit) if judged and limit is not None else None
+        return Line(measure, value, uniform, limit, passed, _worst(values, measure))
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form, with the lines spelt out; `from_dict` is its inverse. NaN becomes None, infinity a word: a verdict
@@ -293,6 +294,13 @@ def headline(values: Values, how: str) -> float:
     if not numbers:
         return math.nan
     return {"mean": sum(numbers) / len(numbers), "min": min(numbers), "max": max(numbers)}[how]
+
+
+def verdict(line: Line) -> str:
+    """A word for the outcome of a line."""
+    if line.passed is None:
+        return "" if line.limit is None else "out of reach"
+    return "pass" if line.passed else "FAIL"
 
 
 def shown(number: float) -> str:
