@@ -54,7 +54,7 @@ def roles(found: dict[tuple[int, int], str]) -> str:
     for (layer, head), name in sorted(found.items()):
         x, y = _LEFT + head * across, _TOP + layer * down
         parts.append(
-            f'<g style="{tint(names.index(name), len(names))}"><rect class="role" x="{x:.5g}" y="{y:.5g}" '
+            f'<g style="{tint(names.index(name), len(names), name)}"><rect class="role" x="{x:.5g}" y="{y:.5g}" '
             f'width="{across - 1:.4g}" height="{down - 1:.4g}"><title>{_where(layer, head)}: {escape(name)}</title></rect>'
             + (_text(x + across / 2, y + down / 2 + 3.5, _initials(name), "middle") if across >= 16 else "")
             + "</g>"
@@ -153,12 +153,14 @@ def keys(names: Sequence[str], initials: Callable[[str], str] | None = None) -> 
             f'<svg class="key" viewBox="0 0 22 6" aria-hidden="true"><path class="{stroke(name)}" d="M0 3H22"/></svg>'
         )
         mark = f"<b>{escape(initials(name))}</b>" if initials else mark
-        marks.append(f'<li style="{tint(index, len(names))}">{mark}{escape(name)}</li>')
+        marks.append(f'<li style="{tint(index, len(names), name)}">{mark}{escape(name)}</li>')
     return f'<ul class="keys">{"".join(marks)}</ul>'
 
 
-def tint(index: int, many: int) -> str:
-    """Colours of a line on light and on dark ground: six to tell apart, or the ramp where there are more."""
+def tint(index: int, many: int, name: str = "") -> str:
+    """Colours of a line on light and on dark ground: six to tell apart, or the ramp where there are more; no role is grey."""
+    if name == "none":
+        return "--tint:var(--muted)"
     if many <= 6:
         return f"--tint:var(--line-{index})"
     share = index / (many - 1)
