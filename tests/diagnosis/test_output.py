@@ -8,9 +8,9 @@ import math
 import warnings
 
 import pytest
-import reports
 from PIL import Image
 
+import reports
 from hf_fullpay.diagnosis.compare import compare
 from hf_fullpay.diagnosis.plots import pictures
 from hf_fullpay.diagnosis.ramp import Scale, colour, png

@@ -6,11 +6,11 @@ import os
 from itertools import product
 from pathlib import Path
 
-import browser
 import pytest
-import reports
 from PIL import Image
 
+import browser
+import reports
 from hf_fullpay.diagnosis.compare import compare
 
 LOOK = (Path(__file__).parent / "look.js").read_text()

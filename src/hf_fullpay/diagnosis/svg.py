@@ -158,7 +158,7 @@ def keys(names: Sequence[str], initials: Callable[[str], str] | None = None) -> 
 
 
 def tint(index: int, many: int, name: str = "") -> str:
-    """Colours of a line on light and on dark ground: six to tell apart, or the ramp where there are more; no role is grey."""
+    """Colours of a line on light and on dark ground: six to tell apart, or the ramp; no role is grey."""
     if name == "none":
         return "--tint:var(--muted)"
     if many <= 6:
