@@ -11,7 +11,7 @@ from importlib.metadata import version
 from hf_fullpay.attend import attention
 from hf_fullpay.backends import BACKENDS, backend
 from hf_fullpay.core.warning import FullPayWarning
-from hf_fullpay.diagnosis import diagnose
+from hf_fullpay.diagnosis import Report, Settings, calibrate, compare, diagnose, sensitivity, suggest
 from hf_fullpay.hf.convert import convert, revert
 from hf_fullpay.hf.forecaster import FullPayForecaster, FullPayForecasterConfig, register_forecaster
 from hf_fullpay.hf.models import *  # noqa: F403
@@ -40,16 +40,22 @@ __all__ = [
     "FullPayWarning",
     "Mixture",
     "Plain",
+    "Report",
+    "Settings",
     "Softmax",
     "WindowGlobal",
     "Windows",
     "attention",
     "backend",
+    "calibrate",
+    "compare",
     "convert",
     "diagnose",
     "register",
     "revert",
+    "sensitivity",
     "sliding_cache",
+    "suggest",
     *CONFIGS,
     *MODELS,
 ]
