@@ -7,6 +7,7 @@ Importing registers every preset of `PRESETS` with Transformers.
 """
 
 from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
 
 from hf_fullpay.attend import attention
 from hf_fullpay.backends import BACKENDS, backend
@@ -22,6 +23,9 @@ from hf_fullpay.plan import PRESETS, AttentionPlan
 from hf_fullpay.reach import Band, Blocks, Chunks, Full, WindowGlobal, Windows
 from hf_fullpay.scores import Bounded, DelayBias, DynamicScale, Plain
 
+if TYPE_CHECKING:
+    from hf_fullpay.hf.callback import DiagnoseCallback
+
 __all__ = [
     "BACKENDS",
     "PRESETS",
@@ -32,6 +36,7 @@ __all__ = [
     "Chunks",
     "Clamp",
     "DelayBias",
+    "DiagnoseCallback",
     "DynamicScale",
     "Full",
     "FullPayForecaster",
@@ -57,3 +62,11 @@ __version__ = version("hf-fullpay")
 register_presets()
 register_models()
 register_forecaster()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "DiagnoseCallback":  # imported when used: Trainer alone takes a second
+        from hf_fullpay.hf.callback import DiagnoseCallback
+
+        return DiagnoseCallback
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
