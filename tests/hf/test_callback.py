@@ -1,6 +1,7 @@
 """The Trainer callback: right numbers at the right steps, everywhere that Trainer reports to, and nothing else changed."""
 
 import math
+import os
 import subprocess
 import sys
 
@@ -252,7 +253,8 @@ def test_subclasses_of_trainer_keep_their_own_logs(tmp_path):
 def test_two_processes(tmp_path):
     """DDP: the first process measures, both keep the same losses and numbers as without."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
-    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=300)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -270,3 +272,5 @@ def _two(folder):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     _two(sys.argv[1])
+    torch.distributed.barrier()  # a process that leaves early ends the other's threads
+    torch.distributed.destroy_process_group()

@@ -85,7 +85,9 @@ class DiagnoseCallback(TrainerCallback):
         _refuse_sharded(model)
         device = next(model.parameters()).device
         given = {name: _to(value, device) for name, value in _first(batch, self.documents).items()}
-        reach = not getattr(model, "is_activation_checkpointing", False) if self.wants_reach is None else self.wants_reach
+        reach = (
+            not getattr(model, "is_activation_checkpointing", False) if self.wants_reach is None else self.wants_reach
+        )
         found = glance(model, given, rows=self.rows, reach=reach, settings=self.settings)
         return {f"{self.prefix}{name}": number for name, number in found.items()}
 
