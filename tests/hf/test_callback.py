@@ -145,10 +145,16 @@ def test_the_model_stays_as_it_was(family):
 
 
 def test_the_model_stays_as_it_was_on_an_error():
-    model = build("bert").train()
-    with pytest.raises(KeyError, match="here"), as_found(model):
-        assert not model.training
-        raise KeyError("here")
+    model, modes = build("bert").train(), []
+
+    def fail():
+        with as_found(model):
+            modes.append(model.training)
+            raise KeyError("here")
+
+    with pytest.raises(KeyError, match="here"):
+        fail()
+    assert modes == [False]
     assert all(module.training for module in model.modules())
 
 

@@ -130,7 +130,7 @@ class _Look:
         first, last = self.first, self.last
         if first is None or last is None or first.ndim != 3 or last.shape[:2] != first.shape[:2]:
             return {}
-        real = self._real_of(*first.shape[:2], first.device)
+        real = self._real_of(first.shape[0], first.shape[1], first.device)
         place, count = real.cumsum(-1), real.sum(-1, keepdim=True)
         share = torch.arange(1, len(real) + 1, device=real.device)[:, None] / len(real)
         query = (count // 2 + (count - count // 2) * share).long()  # counted from 1, evenly over the later halves

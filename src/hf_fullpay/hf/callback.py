@@ -111,8 +111,9 @@ class DiagnoseCallback(TrainerCallback):
         self._captured = None
         if not self._is_due(state, state.global_step) or batch is None or trainer is None:
             return
+        model: Any = trainer.model
         try:
-            numbers = self.measure(trainer.model, batch)
+            numbers = self.measure(model, batch)
         except ValueError as error:  # a run of hours is not ended for a picture of it
             warn(f"DiagnoseCallback: nothing is measured in the rest of this run. {error}")
             self._trainer = None
