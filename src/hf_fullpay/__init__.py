@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hf_fullpay.attend import attention
 from hf_fullpay.backends import BACKENDS, backend
 from hf_fullpay.core.warning import FullPayWarning
+from hf_fullpay.diagnosis.promises import Promise, Promises, check
 from hf_fullpay.hf.convert import convert, revert
 from hf_fullpay.hf.forecaster import FullPayForecaster, FullPayForecasterConfig, register_forecaster
 from hf_fullpay.hf.models import *  # noqa: F403
@@ -44,11 +45,14 @@ __all__ = [
     "FullPayWarning",
     "Mixture",
     "Plain",
+    "Promise",
+    "Promises",
     "Softmax",
     "WindowGlobal",
     "Windows",
     "attention",
     "backend",
+    "check",
     "convert",
     "register",
     "revert",

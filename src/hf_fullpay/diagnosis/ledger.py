@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -32,9 +33,9 @@ class Ledger:
         """Numbers (H,) of which large ones are good."""
         self._add(name, layer, values, torch.minimum)
 
-    def _add(self, name: str, layer: int, values: Tensor, worse: type[torch.maximum]) -> None:  # type: ignore[valid-type]
+    def _add(self, name: str, layer: int, values: Tensor, worse: Callable[[Tensor, Tensor], Tensor]) -> None:
         values, known = values.detach().double().cpu(), self.worst[name].get(layer)
-        self.worst[name][layer] = values if known is None else worse(values, known)  # type: ignore[misc]
+        self.worst[name][layer] = values if known is None else worse(values, known)
 
     def broken_block(self, index: int) -> None:
         """A block whose output is not finite."""
