@@ -35,10 +35,9 @@ def broken(found):
 def test_every_preset_keeps_its_promises(family, name):
     found = check(load(family, name))
     assert found.kept, str(found)
-    expected = (
-        set(GENERAL) | (ON_TEXT if family != "vit" else set()) | ({"causal"} if family in ("llama", "gpt2") else set())
-    )
-    plan = PRESETS[name]
+    plan, expected = PRESETS[name], set(GENERAL)
+    expected |= ON_TEXT if family != "vit" else set()
+    expected |= {"causal"} if family in CAUSAL else set()
     expected |= {"floor"} if hasattr(plan.payment, "floor") else set()
     expected |= {"bound", "certificate"} if isinstance(plan.scores, Bounded) else set()
     expected -= {"order"} if name in ("fullpay_block", "lia") else set()

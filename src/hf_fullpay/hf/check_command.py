@@ -92,6 +92,8 @@ def _read(options: argparse.Namespace, model: Any) -> list[dict[str, Any]]:
     except (OSError, ValueError) as error:
         raise ValueError(f"--text: expected a checkpoint with a tokenizer, got {options.model}: {error}") from error
     tokenizer.pad_token, tokenizer.padding_side = tokenizer.pad_token or tokenizer.eos_token, "right"
+    if not all(tokenizer(texts)["input_ids"]):  # without files Transformers makes up a tokenizer that knows no word
+        raise ValueError(f"--text: expected a checkpoint with a tokenizer that knows these words, got {options.model}.")
     most = getattr(model.config, "max_position_embeddings", None) or LENGTH
     settings = {"padding": True, "truncation": True, "max_length": min(options.length or LENGTH, most)}
     return [
