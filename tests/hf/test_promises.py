@@ -8,6 +8,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 import hf_fullpay
+import zoo
 from converted import LEARNABLE, learn
 from families import CAUSAL, FAMILIES, build, inputs
 from hf_fullpay import AttentionPlan, Bounded, Mixture, check, convert
@@ -53,6 +54,20 @@ def test_a_stock_model_has_none_of_its_own(family, attention):
     assert names(found) <= GENERAL | ON_TEXT | {"causal"}
     assert NONE in found.notes
     assert NONE in str(found).replace("\n", " ")
+
+
+@pytest.mark.parametrize("name", ["roberta", "modernbert", "mistral", "gemma3", "t5", "swin", "vit_mae"])
+def test_other_models(name):
+    """Windows of their own, biases, images cut into windows, masks drawn at random: nothing is broken by them."""
+    assert check(zoo.make(name)).kept
+    assert check(zoo.make(name, "fullpay"), zoo.given(name)).kept
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+def test_caps_and_sinks(name):
+    found = check(zoo.make(name, "eager"))
+    assert found.kept
+    assert ("rows" in names(found)) == (name != "gpt_oss")  # a sink takes a part of every row
 
 
 @pytest.mark.parametrize("what", LEARNABLE)

@@ -76,6 +76,7 @@ def _outputs(model: nn.Module, batch: Batch) -> tuple[dict[int, Tensor], bool]:
         found[seen.index] = seen.output.detach().clone()
         causal.append(_is_causal(seen))
 
+    torch.manual_seed(0)  # some models draw masks in eval mode too; `as_found` puts the random state back
     with watch(model, see):
         model(**{name: tensor for name, tensor in batch.items() if name != "labels"}, **no_cache(model))
     return found, all(causal)
