@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hf_fullpay.attend import attention
 from hf_fullpay.backends import BACKENDS, backend
 from hf_fullpay.core.warning import FullPayWarning
+from hf_fullpay.diagnosis import diagnose
 from hf_fullpay.diagnosis.promises import Promise, Promises, check
 from hf_fullpay.hf.convert import convert, revert
 from hf_fullpay.hf.forecaster import FullPayForecaster, FullPayForecasterConfig, register_forecaster
@@ -54,6 +55,7 @@ __all__ = [
     "backend",
     "check",
     "convert",
+    "diagnose",
     "register",
     "revert",
     "sliding_cache",

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from hf_fullpay.diagnosis.as_found import as_found
 from hf_fullpay.diagnosis.settings import Settings
+from hf_fullpay.diagnosis.sinks import LEVEL
 from hf_fullpay.hf.blocks import watch_blocks
 from hf_fullpay.hf.watch import Seen, watch
-
-LEVEL = 0.3  # mean weight of a sink
 
 
 def glance(

@@ -14,10 +14,10 @@ from hf_fullpay.core.numbers import to_heads
 from hf_fullpay.core.shapes import repeat_groups
 from hf_fullpay.diagnosis.inputs import Batch, real_tokens
 from hf_fullpay.diagnosis.ledger import Ledger
+from hf_fullpay.diagnosis.stream import promised_floor
 from hf_fullpay.hf.blocks import watch_blocks
 from hf_fullpay.hf.unwrap import no_cache
 from hf_fullpay.hf.watch import Seen, watch
-from hf_fullpay.payment.clamp import floor_of
 from hf_fullpay.payment.gate import gated
 from hf_fullpay.payment.mixture import Budget, Mixture
 from hf_fullpay.reach import Blocks, Chunks
@@ -123,7 +123,7 @@ class _Tile:
         self._highest("agreement", (ours - theirs).abs().amax(-1) / largest)
 
     def _floor(self) -> None:
-        promised = _promised(self.seen, self.counts)
+        promised = promised_floor(self.seen, self.counts)
         if promised is None:
             return
         least = self.rows.weights.masked_fill(~self.rows.paid, torch.inf).amin(-1)
@@ -157,16 +157,6 @@ class _Tile:
 
 def _is_signed(payment: object) -> torch.Tensor:
     return torch.tensor(isinstance(payment, Mixture) and payment.signed)
-
-
-def _promised(seen: Seen, counts: Tensor) -> Tensor | None:
-    """min(floor, budget_h / n) for rows of `counts` keys, (B or 1, H or 1, R); None without a floor."""
-    payment = seen.plan.payment
-    if not isinstance(payment, Budget) or getattr(payment, "signed", False):
-        return None
-    budget = to_heads("budget", (seen.arguments["strengths"] or {}).get("budget", payment.budget), seen.query)
-    budget = budget[..., 0] if isinstance(budget, Tensor) else budget
-    return floor_of(payment.floor, budget, counts.clamp_min(1).float())
 
 
 def _check_budget(seen: Seen, ledger: Ledger) -> None:
