@@ -1,4 +1,4 @@
-"""The command line: hf-fullpay list | convert | inspect | diagnose | calibrate | demo."""
+"""The command line: hf-fullpay list | convert | inspect | diagnose | check | calibrate | demo."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from hf_fullpay.hf.check_command import add_check
 from hf_fullpay.plan import PRESETS, AttentionPlan, with_options
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command; 0 when it worked, 2 with one sentence on the error output when the input was wrong, 141 (as a
-    shell has it) when nobody reads the output any more."""
+    """Run a command; 0 when it worked, 1 when `check` finds a broken promise, 2 with one sentence on the error output when
+    the input was wrong, 141 (as a shell has it) when nobody reads the output any more."""
     options = _parser().parse_args(arguments)
     try:
         code = options.run(options)
@@ -103,6 +104,7 @@ def _parser() -> argparse.ArgumentParser:
         "--budget", type=float, help="only in the layers from the top down that change the model by at most this much"
     )
     calibrate.set_defaults(run=_calibrate)
+    add_check(commands)
 
     demo = commands.add_parser("demo", help="fine-tune a real encoder on long reviews, with its promises measured")
     demo.add_argument("--out", metavar="DIR", type=Path, default=Path("runs/demo"), help="where results go (runs/demo)")
