@@ -102,12 +102,15 @@ def plan_of(options: argparse.Namespace) -> hf_fullpay.AttentionPlan | None:
     return with_options(plan, {"learnable": True}) if options.learnable else plan
 
 
-def model_of(options: argparse.Namespace, auto: Any, **changes: Any) -> nn.Module:
+def model_of(
+    options: argparse.Namespace, auto: Any, *, channel_attention: bool = False, **changes: Any
+) -> nn.Module:
     """A checkpoint under the chosen attention: converted where the plan is ours, so that it is saved with it.
 
     Args:
         options: of `add_arguments`.
         auto: AutoModelFor..., which knows the head.
+        channel_attention: of `convert`.
         changes: for `from_pretrained`, such as num_labels.
 
     Raises:
@@ -120,7 +123,7 @@ def model_of(options: argparse.Namespace, auto: Any, **changes: Any) -> nn.Modul
     attention = "sdpa" if plan is not None else options.attention
     model = auto.from_pretrained(place, attn_implementation=attention, **changes)
     if plan is not None:
-        model = hf_fullpay.convert(model, plan)
+        model = hf_fullpay.convert(model, plan, channel_attention=channel_attention)
     if options.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return adapted(model, options.lora) if options.lora else model
