@@ -102,21 +102,25 @@ def plan_of(options: argparse.Namespace) -> hf_fullpay.AttentionPlan | None:
     return with_options(plan, {"learnable": True}) if options.learnable else plan
 
 
-def model_of(
-    options: argparse.Namespace, auto: Any, *, channel_attention: bool = False, **changes: Any
-) -> nn.Module:
+def model_of(options: argparse.Namespace, auto: Any, *, channel_attention: bool = False, **changes: Any) -> nn.Module:
     """A checkpoint under the chosen attention: converted where the plan is ours, so that it is saved with it.
 
     Args:
         options: of `add_arguments`.
         auto: AutoModelFor..., which knows the head.
-        channel_attention: of `convert`.
+        channel_attention: of `convert`; the ordinary softmax of --attention sdpa is converted then, too.
         changes: for `from_pretrained`, such as num_labels.
 
     Raises:
         ValueError, OSError: for a checkpoint that is not there, or one that the plan does not fit.
     """
     plan, place = plan_of(options), checkpoint(options.model)[0]
+    if channel_attention and plan is None:
+        if options.attention != "sdpa":
+            raise ValueError(
+                f"channel attention: expected a preset, a plan or sdpa, got --attention {options.attention}."
+            )
+        plan = hf_fullpay.AttentionPlan()
     if options.no_attention_dropout:
         config = AutoConfig.from_pretrained(place)
         changes |= {name: 0.0 for name in ATTENTION_DROPOUT if hasattr(config, name)}

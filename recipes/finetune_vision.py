@@ -44,7 +44,7 @@ from transformers import (
     ViTImageProcessorPil,
 )
 
-from arguments import accelerator_of, add_arguments, model_of, plan_of
+from arguments import accelerator_of, add_arguments, model_of
 from data import checkpoint
 from hf_fullpay.hf.cards import render_card
 from images import image_splits
@@ -177,11 +177,6 @@ def main(arguments: list[str] | None = None) -> int:
     accelerator = accelerator_of(parser, options, values)
     origin = provenance(("accelerate",))
     with refusing(parser):
-        if options.channel_attention and plan_of(options) is None:
-            raise ValueError(
-                f'--channel-attention: expected a preset or a plan ("vanilla" for ordinary attention), '
-                f"got --attention {options.attention}, whose models have no place for it."
-            )
         train, test = image_splits(options.data, options.image_column, options.label_column)
         train, test = (
             part.some(list(range(min(limit or len(part), len(part)))))

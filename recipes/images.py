@@ -1,7 +1,7 @@
 """Labelled images by name: a folder of folders, a Hub data set, or what an installed package brings along.
 
-    FOLDER/LABEL/IMAGE                      a fifth of the images is held out
-    FOLDER/train/LABEL/IMAGE, FOLDER/test/LABEL/IMAGE
+FOLDER/LABEL/IMAGE                      a fifth of the images is held out
+FOLDER/train/LABEL/IMAGE, FOLDER/test/LABEL/IMAGE
 """
 
 from __future__ import annotations
