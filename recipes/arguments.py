@@ -134,14 +134,14 @@ def model_of(options: argparse.Namespace, auto: Any, *, channel_attention: bool 
 
 
 def adapted(model: Any, rank: int) -> nn.Module:
-    """The model with LoRA on all its linear layers; heads and the learned numbers of the attention are trained whole."""
+    """The model with LoRA on all its linear layers; heads, learned numbers and channel attention stay whole."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise ValueError("--lora: expected the package peft, got none. Install it with: pip install peft") from error
     parts = {part for path, _ in model.named_modules() for part in path.split(".")}
     heads = [name for name in HEADS if name in parts]
-    learned = ["fullpay"] if "fullpay" in parts else []
+    learned = [name for name in ("fullpay", "channel_attention") if name in parts]
     return get_peft_model(
         model,
         LoraConfig(r=rank, target_modules="all-linear", exclude_modules=heads, modules_to_save=heads + learned),

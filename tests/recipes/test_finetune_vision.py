@@ -68,6 +68,17 @@ def test_channel_attention_goes_with_ordinary_attention(tmp_path, capsys):
     assert "channel attention: expected a preset, a plan or sdpa, got --attention eager" in told
 
 
+def test_channel_attention_is_trained_whole_beside_adapters(tmp_path):
+    pytest.importorskip("peft")
+    flags = ["--channel-attention", "--lora", "2", "--steps", "4", *TINY[2:]]
+    assert recipe.main(["--out", str(tmp_path), *flags]) == 0
+    state = AutoModelForImageClassification.from_pretrained(tmp_path / "model").state_dict()
+    moved = [value.abs().max() for name, value in state.items() if name.endswith("channel_attention.excite.weight")]
+    assert len(moved) == VALUES["layers"]
+    assert all(largest > 0 for largest in moved)
+    assert not any("lora" in name for name in state)
+
+
 @pytest.mark.parametrize("family", ["ViT", "DeiT", "Dinov2"])
 def test_interpolating_once_is_interpolating_in_every_call(family):
     config = getattr(transformers, f"{family}Config")(
