@@ -186,7 +186,6 @@ def fit(
                 if progress.step % values["save_every"] == 0:
                     checkpoints.save(progress.step)
             progress.epoch, progress.batch = progress.epoch + 1, 0
-    accelerator.end_training()
     return model
 
 
