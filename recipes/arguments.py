@@ -70,6 +70,7 @@ def accelerator_of(parser: argparse.ArgumentParser, options: argparse.Namespace,
         gradient_accumulation_steps=options.accumulate,
         log_with=options.report_to,
         project_dir=options.out,
+        cpu=not torch.accelerator.is_available(),
         dynamo_plugin=TorchDynamoPlugin(backend="inductor", dynamic=True) if options.compile else None,
     )
     set_seed(values["seed"])  # before the model: fresh heads are the same in all processes and under every attention
