@@ -15,10 +15,8 @@ from hf_fullpay import AttentionPlan, Mixture
 
 WORDS = [f"word{i}" for i in range(40)]
 MARKS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ",", ".", "but", "although", "good", "bad"]
-VALUES = {
-    "epochs": 2, "batch": 2, "learning_rate": 0.01, "learned_rate": 0.1, "weight_decay": 0.01, "warmup": 0.1, "clip": 1.0,
-    "save_every": 3, "seed": 1,
-}  # fmt: skip
+RECIPES = Path(__file__).parents[2] / "recipes"
+SMALL = {"epochs": 2, "batch": 2, "learning_rate": 0.01, "learned_rate": 0.1, "save_every": 3, "seed": 1}
 
 
 def tiny_bert(folder: Path, **changes: Any) -> Path:
@@ -43,9 +41,10 @@ def texts(path: Path, rows: int, seed: int = 0) -> Path:
     return path
 
 
-def values(path: Path, **changes: Any) -> Path:
-    """A YAML of values for a training of a few steps."""
-    path.write_text(yaml.safe_dump(VALUES | changes))
+def values(recipe: str, path: Path, **changes: Any) -> Path:
+    """A YAML of the recipe's own values, but for a training of a few steps."""
+    usual = yaml.safe_load((RECIPES / "configs" / f"{recipe}.yaml").read_text())
+    path.write_text(yaml.safe_dump(usual | SMALL | changes))
     return path
 
 
