@@ -134,7 +134,7 @@ def test_a_full_disk_at_the_end(folder, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", full)
-    with pytest.raises(SystemExit, match="could not be saved .* go on with --resume"):
+    with pytest.raises(SystemExit, match=r"could not be saved .* go on with --resume"):
         recipe.main(flags(folder, tmp_path / "out", "--steps", 4))
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["checkpoints", "log.jsonl"]
 
