@@ -20,7 +20,7 @@ from settings import count, folder
 from training import start_of
 
 ATTENTION_DROPOUT = ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop")  # names in the families
-HEADS = ("classifier", "score", "pooler", "lm_head")  # of a checkpoint; beside LoRA they are trained whole
+HEADS = ("classifier", "score", "pooler")  # fresh, or near it: beside LoRA they are trained whole
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, config: Path, model: str | None) -> None:
