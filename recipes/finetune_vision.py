@@ -36,7 +36,6 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import (
-    AutoConfig,
     AutoImageProcessor,
     AutoModelForImageClassification,
     ViTConfig,
@@ -44,7 +43,7 @@ from transformers import (
     ViTImageProcessorPil,
 )
 
-from arguments import accelerator_of, add_arguments, model_of
+from arguments import accelerator_of, add_arguments, config_of, model_of
 from data import checkpoint
 from hf_fullpay.hf.cards import render_card
 from images import image_splits
@@ -191,14 +190,14 @@ def main(arguments: list[str] | None = None) -> int:
                 scratch(Path(options.model), values, options.resolution, labels)
             accelerator.wait_for_everyone()
         place, known_as = checkpoint(options.model)
-        config = AutoConfig.from_pretrained(place)
+        config = config_of(options)
         labels = label_ids(train.labels, test.labels, config, options.relabel)
         processor, resolution = processor_of(place, options.resolution)
         check_resolution(resolution, _side(config.patch_size))
         model = model_of(
             options, AutoModelForImageClassification, channel_attention=options.channel_attention,
             num_labels=len(labels), label2id=labels, id2label={i: name for name, i in labels.items()},
-            ignore_mismatched_sizes=options.relabel,
+            ignore_mismatched_sizes=labels != config.label2id,  # a head for other labels, or for unnamed ones
         )  # fmt: skip
         if resolution != _side(config.image_size):
             interpolate(model, resolution)

