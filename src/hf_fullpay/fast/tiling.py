@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -189,7 +188,9 @@ def lower_median(y: Tensor, tile: Tile) -> Tensor:
         front = torch.where(places < lacking, -math.inf, math.inf).to(y.dtype)
         y = torch.cat([front.expand(*y.shape[:3], -1), y], -1)
     if y.device.type == "cpu" and y.dtype == torch.float32:
-        median = torch.from_numpy(np.partition(y.numpy(), last, axis=-1)[..., last, None])
+        ordered = y.numpy()
+        ordered.partition(last, axis=-1)  # in place, as y is a copy
+        median = torch.from_numpy(ordered[..., last, None])
     else:
         median = y.kthvalue(last + 1, -1, keepdim=True).values
     return median if tile.strip.blind is None else median.masked_fill(tile.strip.blind, 0.0)
