@@ -21,8 +21,21 @@ MAY = {
     "reference": {"core", "reach", "scores", "payment", "plan"},
     "paths": {"core", "reach", "scores", "payment", "plan", "fast"},
     "attend": {"core", "reach", "scores", "payment", "plan", "paths", "fast", "reference", "backends"},
-    "hf": {"core", "backends", "reach", "scores", "payment", "plan", "reference", "attend", "layers", "hf", "demo"},
-    "diagnose": {"core", "diagnose"},
+    "hf": {
+        "core",
+        "backends",
+        "reach",
+        "scores",
+        "payment",
+        "plan",
+        "reference",
+        "attend",
+        "layers",
+        "hf",
+        "demo",
+        "diagnosis",
+    },  # the command line calls the last two
+    "diagnosis": {"core", "reach", "scores", "payment", "plan", "reference", "hf", "diagnosis"},
 }
 OUTSIDE = {"transformers", "peft", "huggingface_hub", "accelerate", "datasets", "matplotlib", "pandas"}
 FILES = sorted(SOURCE.rglob("*.py"))
@@ -47,7 +60,11 @@ def test_calls_go_one_way(path):
         if parts[0] == "hf_fullpay" and len(parts) > 1:
             assert parts[1] in MAY[room], f"{path}: {room} must not import {name}"
         if parts[0] in OUTSIDE:
-            assert room == "hf", f"{path}: only hf may import {name}"
+            drawing = room == "diagnosis" and parts[0] in (
+                "matplotlib",
+                "pandas",
+            )  # inside functions: importing is light
+            assert room == "hf" or drawing, f"{path}: only hf may import {name}"
 
 
 def test_kernels_folder_stays_a_folder():
