@@ -21,7 +21,8 @@ from hf_fullpay import FullPayWarning
 from peers import peers
 
 TIMES = 3  # huge pages make single measurements jump
-MMAP_THRESHOLD, HUGE_PAGE = -3, 2 * 2**20  # mallopt's name for the size from which memory is mapped alone; tiles are smaller
+MMAP_THRESHOLD = -3  # mallopt's name for the size from which memory is mapped alone
+SMALLEST = 128 * 1024  # bytes: its default
 
 
 def find(name: str, is_causal: bool, device: str) -> Candidate:
@@ -55,7 +56,7 @@ class Peaks:
 def peak_of(name: str, is_causal: bool, dtype: str, n: int, batch: int, heads: int, device: str, threads: int) -> float:
     """MiB above the inputs."""
     if device == "cpu" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
-        libc.mallopt(MMAP_THRESHOLD, HUGE_PAGE)  # setting it keeps malloc from raising it to the largest size freed
+        libc.mallopt(MMAP_THRESHOLD, SMALLEST)  # setting it keeps malloc from raising it to the largest size freed
     torch.set_num_threads(threads)
     warnings.simplefilter("ignore", FullPayWarning)
     candidate = find(name, is_causal, device)
