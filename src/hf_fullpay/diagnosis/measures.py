@@ -141,6 +141,10 @@ _TABLE = (
     Measure(
         "range", "range", "effective range", "distance within which nine tenths of the weight lie", unit="tokens",
     ),
+    Measure("positional_heads", "roles", "positional heads", "share of heads with their largest weight at a fixed offset"),
+    Measure("syntactic_heads", "roles", "syntactic heads", "share of heads that find a relation of gold dependency trees"),
+    Measure("coreference_heads", "roles", "heads for coreference", "share of heads that tell the antecedent of a pronoun"),
+    Measure("global_heads", "roles", "global heads", "share of heads with half of their weight on class and separator"),
     Measure("nonfinite", "finite", "NaN or infinity", "numbers in a layer's output that are not finite", better=LOW,
             limit=0.0, headline="max"),
 )  # fmt: skip
