@@ -3,8 +3,7 @@
 Everything is counted in two halves of the data (even and odd texts), so that a head can be chosen on the one and judged
 on the other: among some hundred heads and fifty relations the best would otherwise be good by luck.
 
-Dimensions: H heads, K questions (a relation in one direction), O offsets, B texts, N pieces,
-W words, I instances.
+Dimensions: H heads, K questions (a relation in one direction), O offsets, B texts, N pieces, W words, I instances.
 """
 
 from __future__ import annotations
@@ -57,31 +56,31 @@ class Places:
         """Take in the rows of queries start..stop-1."""
         weights, sums = rows.weights, self.sums
         marks = torch.tensor([pieces.marks for pieces in texts], device=weights.device)
-        paid = rows.paid.expand_as(weights)
-        words = paid & ~marks[:, None, None]
+        words = rows.paid & ~marks[:, None, None]  # (B, 1 or H, R, N)
         choices = words.sum(-1)
         counted = (choices > 1) & ~marks[:, None, start:stop]
         here = torch.arange(start, stop, device=weights.device)
+        steps = torch.tensor(self.offsets, device=weights.device)
+        at = here[:, None] + steps  # (R, O)
+        inside = (at >= 0) & (at < weights.shape[-1])
+        band = words.gather(-1, at.clamp(0, weights.shape[-1] - 1).expand(*words.shape[:2], -1, -1))
+        exists = band & inside & counted[..., None]  # (B, 1 or H, R, O)
         offset = weights.masked_fill(~words, -1.0).argmax(-1) - here
-        hits, exists = [], []
-        for step in self.offsets:
-            at = (here + step).clamp(0, weights.shape[-1] - 1)
-            there = (
-                words.gather(-1, at[:, None].expand(*words.shape[:3], 1)).squeeze(-1) & (at == here + step) & counted
-            )
-            exists.append(there.sum((0, 2)))
-            hits.append((there & (offset == step)).sum((0, 2)))
-        sums.add("hits", layer, torch.stack(hits, -1))
-        sums.add("counts", layer, torch.stack(exists, -1))
-        sums.add("chance", layer, (counted / choices.clamp_min(1)).sum((0, 2)))
-        sums.add("rows", layer, counted.sum((0, 2)))
+        hits = exists & (offset[..., None] == steps)
+        heads = weights.shape[1]
+        sums.add("hits", layer, hits.sum((0, 2)))
+        sums.add("counts", layer, exists.sum((0, 2)).expand(heads, -1))
+        sums.add("chance", layer, (counted / choices.clamp_min(1)).sum((0, 2)).expand(heads))
+        sums.add("rows", layer, counted.sum((0, 2)).expand(heads))
         first = torch.arange(marks.shape[1], device=marks.device) == 0
         targets = torch.where(marks.any(1, keepdim=True), marks, first)
-        counted = ~targets[:, None, start:stop] & (paid.sum(-1) > 0)
-        uniform = (paid & targets[:, None, None]).sum(-1) / paid.sum(-1).clamp_min(1)
-        sums.add("marked", layer, ((weights * targets[:, None, None]).sum(-1) * counted).sum((0, 2)))
-        sums.add("uniform", layer, (uniform * counted).sum((0, 2)))
-        sums.add("others", layer, counted.sum((0, 2)))
+        seen = rows.paid.sum(-1)
+        counted = ~targets[:, None, start:stop] & (seen > 0)
+        uniform = (rows.paid & targets[:, None, None]).sum(-1) / seen.clamp_min(1)
+        marked = (weights @ targets[:, None, :, None].to(weights.dtype)).squeeze(-1)
+        sums.add("marked", layer, (marked * counted).sum((0, 2)))
+        sums.add("uniform", layer, (uniform * counted).sum((0, 2)).expand(heads))
+        sums.add("others", layer, counted.sum((0, 2)).expand(heads))
 
 
 class Relations:
