@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
-GOLD = Path(__file__).parents[2] / "recipes" / "data"
+GOLD = Path(__file__).parents[1] / "recipes" / "data"
 PREVIOUS, FOLLOWING, SEPARATOR, UNIFORM = range(4)
 ASKS, ANSWERS = ("she", "her"), ("runs", "ann")
 FILLERS = ("now", "then", "here", "there", "so", "bob")
