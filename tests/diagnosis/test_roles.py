@@ -6,13 +6,13 @@ import math
 from collections import Counter
 from dataclasses import replace
 
-import hand_made
 import pytest
 import torch
-from hand_made import FOLLOWING, GOLD, PREVIOUS, SEPARATOR, UNIFORM
 from transformers import AttentionInterface
 
+import hand_made
 from families import build
+from hand_made import FOLLOWING, GOLD, PREVIOUS, SEPARATOR, UNIFORM
 from hf_fullpay.diagnosis import RoleSettings, head_roles
 from hf_fullpay.diagnosis.measures import MEASURES
 from hf_fullpay.diagnosis.role_counts import Places
@@ -160,9 +160,9 @@ def test_leaves_the_model_as_it_was(gold, monkeypatch):
 def test_texts_that_are_too_long_are_counted(gold):
     documents = ["she runs now", "she " * 40, ""]
     findings = head_roles(hand_made.model(), hand_made.tokenizer(), documents=documents)
-    assert "1 of 3 texts left out: empty, or longer than 32 tokens." in findings.notes
+    assert "documents: 1 of 3 are empty or longer than 32 tokens, and were left out." in findings.notes
     assert set(findings.values) == {"positional_heads", "global_heads"}
-    with pytest.raises(ValueError, match="expected texts of at most 32 tokens"):
+    with pytest.raises(ValueError, match="documents: expected texts that the model takes, 1 of 1 are"):
         head_roles(hand_made.model(), hand_made.tokenizer(), documents=["she " * 40])
 
 

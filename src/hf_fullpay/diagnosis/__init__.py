@@ -1,8 +1,26 @@
-"""What attention does: measurements on any model that runs under one of our names or under eager attention."""
+"""What attention does: checks, reports and pictures of any model whose attention goes through Transformers."""
 
 from hf_fullpay.diagnosis.gradients import gradient_reach
-from hf_fullpay.diagnosis.report import Findings
+from hf_fullpay.diagnosis.measures import CHECKS, MEASURES
+from hf_fullpay.diagnosis.report import Curve, Findings, Heatmap, Report, Table
 from hf_fullpay.diagnosis.roles import RoleSettings, head_roles
+from hf_fullpay.diagnosis.run import diagnose
+from hf_fullpay.diagnosis.settings import Settings
 from hf_fullpay.diagnosis.weights import WeightStatistics, weight_statistics
 
-__all__ = ["Findings", "RoleSettings", "WeightStatistics", "gradient_reach", "head_roles", "weight_statistics"]
+__all__ = [
+    "CHECKS",
+    "MEASURES",
+    "Curve",
+    "Findings",
+    "Heatmap",
+    "Report",
+    "RoleSettings",
+    "Settings",
+    "Table",
+    "WeightStatistics",
+    "diagnose",
+    "gradient_reach",
+    "head_roles",
+    "weight_statistics",
+]

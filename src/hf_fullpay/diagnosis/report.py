@@ -97,7 +97,7 @@ class Line:
         value: layers and heads in one number.
         uniform: the same for uniform attention, or None.
         limit: the line to keep, or None.
-        passed: whether it is kept; None without a limit.
+        passed: whether it is kept; None without a limit, and where uniform attention itself does not keep it.
         worst: the layer and head farthest to the wrong side, in words; "" where there is one number only.
     """
 
@@ -150,11 +150,12 @@ class Report:
         values = self.values[measure.name]
         value = headline(values, measure.headline)
         limit = self.limits.get(measure.name)
-        uniform = self.findings.uniform.get(measure.name)
-        return Line(
-            measure, value, None if uniform is None else headline(uniform, measure.headline), limit,
-            None if limit is None or measure.better is None else measure.keeps(value, limit), _worst(values, measure),
-        )  # fmt: skip
+        known = self.findings.uniform.get(measure.name)
+        uniform = None if known is None else headline(known, measure.headline)
+        # Where not even uniform attention keeps a limit (a floor of 0.01 over 500 keys), no attention can.
+        judged = limit is not None and (uniform is None or measure.keeps(uniform, limit))
+        passed = measure.keeps(value, limit) if judged and limit is not None else None
+        return Line(measure, value, uniform, limit, passed, _worst(values, measure))
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form, with the lines spelt out; `from_dict` is its inverse. Numbers that are not finite become None."""
@@ -223,7 +224,7 @@ class Report:
                 of.check, f"{of.title} [{of.unit}]" if of.unit else of.title, shown(line.value),
                 "" if line.uniform is None else shown(line.uniform),
                 "" if line.limit is None else f"{sign} {shown(line.limit)}",
-                {True: "pass", False: "FAIL", None: ""}[line.passed], line.worst,
+                verdict(line), line.worst,
             ]  # fmt: skip
 
     def __rich__(self) -> Any:
@@ -252,6 +253,13 @@ def headline(values: Values, how: str) -> float:
     if not numbers:
         return math.nan
     return {"mean": sum(numbers) / len(numbers), "min": min(numbers), "max": max(numbers)}[how]
+
+
+def verdict(line: Line) -> str:
+    """A word for the outcome of a line."""
+    if line.passed is None:
+        return "" if line.limit is None else "out of reach"
+    return "pass" if line.passed else "FAIL"
 
 
 def shown(number: float) -> str:

@@ -30,11 +30,13 @@ import torch
 from torch import Tensor, nn
 
 from hf_fullpay.core.errors import check_count, check_number, wrong
-from hf_fullpay.diagnosis.coreference import read_gap
+from hf_fullpay.diagnosis.coreference import Case, read_gap
 from hf_fullpay.diagnosis.report import Findings, Table
 from hf_fullpay.diagnosis.role_counts import BASELINES, Antecedents, Places, Relations, Sums
+from hf_fullpay.diagnosis.run import as_found
 from hf_fullpay.diagnosis.spans import Between, Pieces, by_length, cut
-from hf_fullpay.diagnosis.treebank import read_treebank
+from hf_fullpay.diagnosis.treebank import Sentence, read_treebank
+from hf_fullpay.hf.unwrap import body_of, no_cache, unwrapped
 from hf_fullpay.hf.watch import Seen, watch
 
 ROLES = ("positional", "syntactic", "coreference", "global")
@@ -97,7 +99,7 @@ def head_roles(
         ValueError: without any data, for data in another format, for a slow tokenizer, for a model that takes no text
             or whose attention does not route.
     """
-    lines = settings or RoleSettings()
+    lines, model = settings or RoleSettings(), unwrapped(model)
     if treebank is None and coreference is None and documents is None:
         raise ValueError("head_roles: expected treebank, coreference or documents, got none of them.")
     if getattr(model, "main_input_name", "input_ids") != "input_ids":
@@ -106,29 +108,17 @@ def head_roles(
     cases = [] if coreference is None else read_gap(coreference)
     if documents is None:
         documents = [case.text for case in cases] or [sentence.text for sentence in sentences]
-    run, findings = _Run(model, tokenizer), Findings()
-    found = _places(run, documents, lines, findings)
-    if sentences:
-        relations = Relations(sentences, lines.farthest)
-        texts = [cut(tokenizer, sentence.text, sentence.words) for sentence in sentences]
-        run(texts, lambda layer, indices, seen: relations.add(layer, indices, _between(seen, texts, indices)), findings)
-        found += _syntactic(relations, lines, findings)
-    if cases:
-        texts = [cut(tokenizer, case.text, case.spans) for case in cases]
-        antecedents = Antecedents(cases, texts)
-        run(
-            texts,
-            lambda layer, indices, seen: antecedents.add(layer, indices, _between(seen, texts, indices)),
-            findings,
-        )
-        found += _coreferent(antecedents, lines, findings)
+    findings = Findings()
+    run = _Run(body_of(model), tokenizer, findings)
+    with as_found(model):
+        found = _places(run, documents, lines)
+        found += _syntactic(run, sentences, lines) if sentences else []
+        found += _coreferent(run, cases, lines) if cases else []
     order = {role: index for index, role in enumerate(ROLES)}
     found.sort(key=lambda row: (row[0], row[1], order[row[2]], -row[4]))
     findings.tables["roles"] = Table("roles of heads", COLUMNS, found)
-    measured = (
-        {"positional", "global"} | ({"syntactic"} if sentences else set()) | ({"coreference"} if cases else set())
-    )
-    for role in sorted(measured):
+    asked = {"positional": True, "syntactic": bool(sentences), "coreference": bool(cases), "global": True}
+    for role in (role for role in ROLES if asked[role]):
         having = [{row[1] for row in found if row[0] == layer and row[2] == role} for layer in range(len(run.heads))]
         shares = [len(heads) / count for heads, count in zip(having, run.heads, strict=True)]
         findings.values[f"{role}_heads"] = shares
@@ -138,43 +128,34 @@ def head_roles(
 class _Run:
     """Texts through a model, one call of attention at a time."""
 
-    def __init__(self, model: nn.Module, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.model = getattr(model, "base_model", model)  # without a head over the vocabulary
+    def __init__(self, model: nn.Module, tokenizer: Any, findings: Findings) -> None:
+        self.model, self.tokenizer, self.findings = model, tokenizer, findings
         self.device = next(model.parameters()).device
         config = getattr(model, "config", None)
         limits = (getattr(config, "max_position_embeddings", None), getattr(tokenizer, "model_max_length", None))
         self.longest = min([limit for limit in limits if limit], default=math.inf)
         self.heads: list[int] = []
 
-    def __call__(
-        self, texts: Sequence[Pieces], take: Callable[[int, list[int], Seen], None], findings: Findings
-    ) -> None:
-        """`take(layer, indices of texts, seen)` for every layer and batch; the model's modes come back afterwards."""
+    def __call__(self, what: str, texts: Sequence[Pieces], take: Callable[[int, list[int], Seen], None]) -> None:
+        """`take(layer, indices of texts, seen)` for every layer and batch."""
         fitting = [index for index, pieces in enumerate(texts) if 0 < len(pieces.ids) <= self.longest]
-        if len(fitting) < len(texts):
-            left = f"{len(texts) - len(fitting)} of {len(texts)} texts"
-            findings.notes.append(f"{left} left out: empty, or longer than {self.longest} tokens.")
+        left = f"{len(texts) - len(fitting)} of {len(texts)} are empty or longer than {self.longest} tokens"
         if not fitting:
-            raise wrong("head_roles", f"texts of at most {self.longest} tokens", f"{len(texts)} others")
-        modes = {module: module.training for module in self.model.modules()}
-        self.model.eval()
-        try:
-            for batch in by_length([texts[index] for index in fitting]):
-                indices = [fitting[index] for index in batch]
-                ids = torch.tensor([texts[index].ids for index in indices], device=self.device)
+            raise ValueError(f"{what}: expected texts that the model takes, {left}.")
+        if len(fitting) < len(texts):
+            self.findings.notes.append(f"{what}: {left}, and were left out.")
+        for batch in by_length([texts[index] for index in fitting]):
+            indices = [fitting[index] for index in batch]
+            ids = torch.tensor([texts[index].ids for index in indices], device=self.device)
 
-                def see(seen: Seen, indices: list[int] = indices, length: int = ids.shape[1]) -> None:
-                    if seen.query.shape[2] != length or seen.key.shape[2] != length:
-                        raise wrong("model", "attention from every token to every token", f"{seen.path} with others")
-                    self.heads += [seen.query.shape[1]] * (seen.index == len(self.heads))
-                    take(seen.index, indices, seen)
+            def see(seen: Seen, indices: list[int] = indices, length: int = ids.shape[1]) -> None:
+                if seen.query.shape[2] != length or seen.key.shape[2] != length:
+                    raise wrong("model", "attention from every token to every token", f"{seen.path} with others")
+                self.heads += [seen.query.shape[1]] * (seen.index == len(self.heads))
+                take(seen.index, indices, seen)
 
-                with torch.no_grad(), watch(self.model, see):
-                    self.model(input_ids=ids)
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
+            with watch(self.model, see):
+                self.model(input_ids=ids, **no_cache(self.model))
 
 
 def _between(seen: Seen, texts: Sequence[Pieces], indices: Sequence[int]) -> Between:
@@ -184,7 +165,7 @@ def _between(seen: Seen, texts: Sequence[Pieces], indices: Sequence[int]) -> Bet
     return between
 
 
-def _places(run: _Run, documents: Sequence[str], lines: RoleSettings, findings: Findings) -> list[list[Any]]:
+def _places(run: _Run, documents: Sequence[str], lines: RoleSettings) -> list[list[Any]]:
     """Positional and global heads."""
     places = Places(lines.farthest)
     texts = [cut(run.tokenizer, text) for text in documents]
@@ -193,7 +174,7 @@ def _places(run: _Run, documents: Sequence[str], lines: RoleSettings, findings: 
         for start, stop in seen.tiles():
             places.add(layer, [texts[index] for index in indices], seen.rows(start, stop), start, stop)
 
-    run(texts, take, findings)
+    run("documents", texts, take)
     sums, found = places.sums, []
     for layer, (hits, counts) in enumerate(zip(sums["hits"], sums["counts"], strict=True)):
         rows, others = sums["rows"][layer].clamp_min(1), sums["others"][layer].clamp_min(1)
@@ -210,12 +191,15 @@ def _places(run: _Run, documents: Sequence[str], lines: RoleSettings, findings: 
             if marked[head] >= lines.marked:
                 told = "weight on marks" if any(any(pieces.marks) for pieces in texts) else "weight on the first token"
                 found.append([layer, head, "global", told, float(marked[head]), float(uniform[head])])
-    findings.notes.append(f"Positional and global heads: {len(documents)} texts, {int(sums['rows'][0][0])} rows.")
+    run.findings.notes.append(f"Positional and global heads: {len(documents)} texts, {int(sums['rows'][0][0])} rows.")
     return found
 
 
-def _syntactic(relations: Relations, lines: RoleSettings, findings: Findings) -> list[list[Any]]:
+def _syntactic(run: _Run, sentences: Sequence[Sentence], lines: RoleSettings) -> list[list[Any]]:
     """Syntactic heads, and the best head of every relation."""
+    relations = Relations(sentences, lines.farthest)
+    texts = [cut(run.tokenizer, sentence.text, sentence.words) for sentence in sentences]
+    run("treebank", texts, lambda layer, indices, seen: relations.add(layer, indices, _between(seen, texts, indices)))
     found: list[list[Any]] = []
     best: dict[int, tuple[float, list[Any]]] = {}
     for layer, (score, base, at, counts) in enumerate(_judged(relations.sums, "fixed")):
@@ -231,17 +215,24 @@ def _syntactic(relations: Relations, lines: RoleSettings, findings: Findings) ->
                 found.append([layer, head, "syntactic", told, right, fixed])
     columns = ["relation", "direction", "layer", "head", "accuracy", "baseline", "offset", "instances"]
     rows = [best[question][1] for question in sorted(best)]
-    findings.tables["relations"] = Table("best head of every relation", columns, rows)
+    run.findings.tables["relations"] = Table("best head of every relation", columns, rows)
     seen = torch.cat([counts.sum((0, 2)) for counts in relations.sums["counts"]]).mean()
-    findings.notes.append(
+    run.findings.notes.append(
         f"Syntactic heads: {len(rows)} relations in one direction with {lines.instances} instances in each half; of "
         f"{relations.instances} instances {seen:.0f} were counted for a head, those whose answer it may see."
     )
     return found
 
 
-def _coreferent(antecedents: Antecedents, lines: RoleSettings, findings: Findings) -> list[list[Any]]:
+def _coreferent(run: _Run, cases: Sequence[Case], lines: RoleSettings) -> list[list[Any]]:
     """Heads that find antecedents, and the best of them."""
+    texts = [cut(run.tokenizer, case.text, case.spans) for case in cases]
+    antecedents = Antecedents(cases, texts)
+    run(
+        "coreference",
+        texts,
+        lambda layer, indices, seen: antecedents.add(layer, indices, _between(seen, texts, indices)),
+    )
     found: list[list[Any]] = []
     best: tuple[float, list[Any]] | None = None
     for layer, (score, base, at, counts) in enumerate(_judged(antecedents.sums, "rules")):
@@ -255,9 +246,9 @@ def _coreferent(antecedents: Antecedents, lines: RoleSettings, findings: Finding
                 told = f"p = {p:.1e} ({count} cases; baseline: {name} candidate)"
                 found.append([layer, head, "coreference", told, right, rule])
     columns = ["layer", "head", "accuracy", "baseline", "rule", "cases", "p"]
-    findings.tables["candidates"] = Table("best head for coreference", columns, [best[1]] if best else [])
+    run.findings.tables["candidates"] = Table("best head for coreference", columns, [best[1]] if best else [])
     seen = torch.cat([counts.sum(0) for counts in antecedents.sums["counts"]]).mean()
-    findings.notes.append(
+    run.findings.notes.append(
         f"Coreference: of {antecedents.cases} cases with one right candidate {seen:.0f} were counted for a head, those "
         "whose candidates it may both see."
     )

@@ -30,7 +30,7 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_number("threshold", self.threshold, low=0, high=1)
+        check_number("threshold", self.threshold, low=0, high=1, open_low=True)
         check_number("bound", self.bound, low=0, open_low=True)
         for name in ("near", "far", "documents", "queries"):
             check_count(name, getattr(self, name))

@@ -27,7 +27,7 @@ from hf_fullpay.hf.hosts import is_flash
 from hf_fullpay.plan import AttentionPlan
 from hf_fullpay.reference import Rows, reference_rows
 
-TILE = 1 << 20  # weights of a tile
+TILE = 1 << 19  # weights of a tile
 UNREAD = {name: meaning for name, meaning in REFUSED.items() if name not in ("softcap", "s_aux", "sinks")}
 _PATCHING = threading.Lock()
 
