@@ -134,11 +134,8 @@ def run(
             row |= {"accuracy": accuracy, "cosine": cosine}
             for name, drawn in zip(("accuracy", "cosine"), zip(*control, strict=True), strict=True):
                 error = statistics.stdev(drawn) / math.sqrt(len(drawn)) if len(drawn) > 1 else 0.0
-                row |= {
-                    f"random_{name}": statistics.mean(drawn),
-                    f"random_{name}_error": error,
-                    f"random_{name}s": drawn,
-                }
+                row |= {f"random_{name}": statistics.mean(drawn), f"random_{name}_error": error}
+            row["random_draws"] = [{"accuracy": right, "cosine": near} for right, near in control]
             print(
                 f"{role:<40}{number:>3} heads: accuracy {accuracy:.3f}, random heads {row['random_accuracy']:.3f} +- "
                 f"{row['random_accuracy_error']:.3f}; cosine {cosine:.3f}, random {row['random_cosine']:.3f} +- "

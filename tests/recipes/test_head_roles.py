@@ -43,7 +43,7 @@ def test_run(arguments, tmp_path, capsys):
     for row in result["rows"]:
         assert 0 <= row["accuracy"] <= 1
         assert -1 <= row["cosine"] < 1
-        assert len(row["random_accuracys"]) == VALUES["draws"]
+        assert len(row["random_draws"]) == VALUES["draws"]
     assert result["provenance"].keys() >= {"command", "commit", "versions", "device", "threads", "cpu_seconds"}
     assert result["values"] == VALUES
     assert result["tables"]["roles"]["columns"][0] == "layer"
