@@ -222,11 +222,12 @@ def main(arguments: list[str] | None = None) -> int:
     }
     card = None
     if hasattr(bare(accelerator, model).config, "fullpay"):
+        how_long = f"{options.steps} steps" if options.steps else f"{values['epochs']} epochs"
         accuracy, f1 = (f"{found[name]:.3f} on {len(test)} held-out images" for name in ("accuracy", "macro_f1"))
         card = render_card(
             bare(accelerator, model), base_model=known_as, measured={"accuracy": accuracy, "macro F1": f1},
             training=f"Trained on {len(train)} images of {Path(options.data).name} at {resolution} x {resolution} pixels "
-            f"by `{origin['command']}`.",
+            f"for {how_long} by recipes/finetune_vision.py.",
         )  # fmt: skip
     save_model(accelerator, model, options.out / "model", processor, card=card)
     if accelerator.is_main_process:

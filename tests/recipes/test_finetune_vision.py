@@ -51,7 +51,10 @@ def test_from_scratch_and_on_at_a_higher_resolution(tmp_path, capsys):
     assert (found["resolution"], found["patches"], found["rows"]) == (16, 64, 20)
     assert 0 <= found["macro_f1"] <= 1
     place = tmp_path / "high" / "model"
-    assert f"{found['accuracy']:.3f} on 20 held-out images" in (place / "README.md").read_text()
+    card = (place / "README.md").read_text()
+    assert f"{found['accuracy']:.3f} on 20 held-out images" in card
+    assert "on 40 images of digits at 16 x 16 pixels for 2 steps" in card
+    assert str(tmp_path) not in card
     model, processor = AutoModelForImageClassification.from_pretrained(place), AutoImageProcessor.from_pretrained(place)
     assert model.config._attn_implementation == "fullpay"
     assert any("channel_attention" in name for name in model.state_dict())
