@@ -102,8 +102,8 @@ def target(options: argparse.Namespace, model: nn.Module, probe: list[Any], redu
 
 def chosen(
     model: nn.Module, probe: list[Any], plan: AttentionPlan, harm: float, asked: str | None
-) -> tuple[Any, list[float] | None]:
-    """Layers that shall run the plan, and by how much each alone raises the loss, in nats.
+) -> tuple[Any, dict[str, Any] | None]:
+    """Layers that shall run the plan, and by how much each "alone" and these "together" raise the loss, in nats.
 
     Raises:
         ValueError: if no layer bears it.
@@ -119,17 +119,17 @@ def chosen(
         documents = sum(len(batch["labels"]) for batch in probe)
         start = loss(set())
         alone = [(loss({layer}) - start) / documents for layer in range(tried.total)]
-        found: set[int] = set()
+        found, together = set[int](), 0.0
         for layer in sorted(range(tried.total - 1), key=alone.__getitem__):
-            if (loss(found | {layer}) - start) / documents <= harm:
-                found.add(layer)
+            if (increase := (loss(found | {layer}) - start) / documents) <= harm:
+                found, together = found | {layer}, increase
     if not found:
-        told = ", ".join(f"{increase:.2f}" for increase in alone)
+        told = ", ".join(f"{one:.2f}" for one in alone)
         raise ValueError(
             f"expected a layer that raises the loss by at most harm={harm:g} untrained, got {told} from the first to the "
             "last. Raise harm in --config, lower reduction, or choose with --layers."
         )
-    return tuple(sorted(found)), alone
+    return tuple(sorted(found)), {"alone": alone, "together": together}
 
 
 def classifier(options: argparse.Namespace) -> tuple[Any, Any]:
@@ -138,7 +138,7 @@ def classifier(options: argparse.Namespace) -> tuple[Any, Any]:
     Raises:
         ValueError: for a checkpoint without a head of its own.
     """
-    if options.model is None:
+    if not options.model:
         raise ValueError(
             "--model: expected a trained classifier, got none. To make one: python recipes/finetune_text.py --out "
             "runs/plain --attention sdpa"
@@ -223,11 +223,11 @@ def main(arguments: list[str] | None = None) -> int:
         return quality(network, test) | {"largest": extremes(network, probe)}
 
     before, start = measured(model), quality(model, judges)["loss"]
-    goal, alone = None, None
+    goal, untrained = None, None
     if options.attention != "sdpa":
         with refusing(parser):
             goal = target(options, model, probe, values["reduction"])
-            layers, alone = chosen(model, probe, goal, values["harm"], options.layers)
+            layers, untrained = chosen(model, probe, goal, values["harm"], options.layers)
             goal = replace(goal, layers=layers)
             model = hf_fullpay.convert(model, at(goal, 0.0))
         accelerator.print(f"layers {layers}: {goal.describe()}")
@@ -261,18 +261,22 @@ def main(arguments: list[str] | None = None) -> int:
     result = {
         "before": before, "after": after, "change": {name: after[name] - before[name] for name in ("accuracy", "loss")},
         "smaller": {name: before["largest"][name] / after["largest"][name] for name in ("logit", "hidden")},
-        "reached": reached, "harm_alone": alone, "checks": migration.checks, "held_out_loss_at_start": start,
+        "reached": reached, "harm_untrained": untrained, "checks": migration.checks, "held_out_loss_at_start": start,
         "seconds_training": round(trained, 1), "cpu_seconds": round(time.process_time() - cpu, 1),
     }  # fmt: skip
     if goal is not None:
         result["plan"] = at(goal, reached).to_dict()
-        told = f"{after['accuracy']:.3f} on {len(test)} held-out documents"
+        old, new = before["largest"], after["largest"]
         card = render_card(
             final, base_model=options.model,
-            measured={"accuracy": told, "accuracy with ordinary attention": f"{before['accuracy']:.3f}, before migration",
-                      "largest logit": f"{after['largest']['logit']:.2f} (before {before['largest']['logit']:.2f})",
-                      "largest hidden state": f"{after['largest']['hidden']:.2f} (before {before['largest']['hidden']:.2f})"},
-            training=f"Migrated to {reached:.0%} of its target in {migration.checks[-1]['step']} steps by `{origin['command']}`.",
+            measured={
+                "accuracy": f"{after['accuracy']:.3f} on {len(test)} held-out documents",
+                "accuracy with ordinary attention": f"{before['accuracy']:.3f}, before the migration",
+                "largest logit": f"{new['logit']:.2f} (before {old['logit']:.2f})",
+                "largest hidden state": f"{new['hidden']:.2f} (before {old['hidden']:.2f})",
+            },
+            training=f"Migrated to {reached:.0%} of its target in {migration.checks[-1]['step']} steps by "
+            f"`{origin['command']}`.",
         )  # fmt: skip
         if accelerator.is_main_process:
             card.save(options.out / "model" / "README.md")
@@ -332,7 +336,8 @@ class Migration:
     def _check(self, model: nn.Module, step: int) -> dict[str, Any]:
         """Look at held-out rows; keep the model, or end the run."""
         found = self.judge(model)
-        kept = found["loss"] - self.start <= self.values["budget"]  # a loss of NaN keeps nothing
+        # A loss of NaN keeps nothing. A control has nothing to be stopped for, and goes on as long as what it is compared with.
+        kept = self.goal is None or found["loss"] - self.start <= self.values["budget"]
         told = {
             "step": step, "strength": self.strength, "loss": found["loss"], "accuracy": found["accuracy"], "kept": kept,
         }  # fmt: skip
