@@ -336,7 +336,7 @@ class Migration:
     def _check(self, model: nn.Module, step: int) -> dict[str, Any]:
         """Look at held-out rows; keep the model, or end the run."""
         found = self.judge(model)
-        # A loss of NaN keeps nothing. A control has nothing to be stopped for, and goes on as long as what it is compared with.
+        # A loss of NaN keeps nothing. A control, which brings nothing in, goes on as long as what it is compared with.
         kept = self.goal is None or found["loss"] - self.start <= self.values["budget"]
         told = {
             "step": step, "strength": self.strength, "loss": found["loss"], "accuracy": found["accuracy"], "kept": kept,

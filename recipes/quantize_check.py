@@ -89,8 +89,7 @@ def rounded(x: Tensor, low: float, high: float) -> Tensor:
     """The nearest of 256 values between low and high (and zero among them, as integers have it)."""
     low, high = min(low, 0.0), max(high, 0.0)
     scale = (high - low) / 255 or 1.0
-    zero = round(-low / scale)
-    return ((x / scale).round() + zero).clamp(0, 255).sub(zero) * scale
+    return torch.fake_quantize_per_tensor_affine(x, scale, round(-low / scale), 0, 255)
 
 
 def fake(model: nn.Module, found: dict[str, tuple[float, float]]) -> nn.Module:
@@ -109,12 +108,8 @@ def with_torchao(model: nn.Module) -> nn.Module:
     """A copy in which linear layers compute with 8-bit integers.
 
     Raises:
-        ValueError: without torchao, or for a model whose layers it does not know.
+        ValueError: for a model whose layers torchao does not know.
     """
-    if find_spec("torchao") is None:
-        raise ValueError(
-            "--backend: expected the package torchao, got none. pip install --no-deps torchao, or --backend fake."
-        )
     from torchao.quantization import Int8DynamicActivationInt8WeightConfig, PerTensor, quantize_
 
     if any(isinstance(module, Conv1D) for module in model.modules()):
@@ -255,6 +250,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.after and len(options.after) != len(options.before):
         parser.error(f"--after: expected as many as --before ({len(options.before)}), got {len(options.after)}.")
+    if options.backend == "torchao" and find_spec("torchao") is None:
+        parser.error("--backend: expected fake, or the package torchao, got none. pip install --no-deps torchao")
     folder(parser, options.out.parent)
     options.backend = options.backend or ("torchao" if find_spec("torchao") else "fake")
     print(f"8 bits by {options.backend}" + ("" if options.backend == "torchao" else ", in FP32: values, not speed"))
