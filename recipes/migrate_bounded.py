@@ -10,10 +10,10 @@
              file with bounds of its own keeps them; a floor has nothing to calibrate.)
 2. choose    Layers are tried alone, untrained; the least harmed come first, and others join while all together raise the
              loss by no more than `harm`. A classifier keeps its last layer ordinary. --layers chooses by hand.
-3. tune      The bound grows from none to its target (a floor's budget from 0), step by step: with strength s from 0 to 1 the
-             bound is target / s, so logits shrink in proportion, and the budget s * target. After each step the
-             loss on held-out rows is checked.
-4. stop      When that loss is more than `budget` above the start, the run ends. model/ is the last that kept it.
+3. tune      The bound grows from none to its target (a floor's budget from 0) in `stages`: with strength s from 0 to 1 the
+             bound is target / s, so logits shrink in proportion, and the budget s * target. After each stage the
+             loss on held-out rows is checked: within `budget` of the start the next one begins, else this one goes on.
+4. stop      After `patience` checks in a row that are over it, or when the data end. model/ is the last that kept it.
 
 Half of the held-out rows decide when to stop, the other half is measured once, before and after. The card and
 results.json speak of that half: accuracy, macro F1, and the largest logit and the largest hidden state by layer, apart.
@@ -187,8 +187,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = parser_of()
     options = parser.parse_args(arguments)
     values = settings(parser, options.config, CONFIG)
-    if values["ramp"] > 1:
-        parser.error(f"--config: ramp: expected a part of the run, at most 1, got {values['ramp']}.")
+    if values["stages"] > values["checks"]:
+        parser.error(
+            f"--config: stages: expected at most as many as checks, {values['checks']}, got {values['stages']}."
+        )
     if options.compile:
         parser.error("--compile: expected a run without it, since compiled graphs hold on to the plan, which changes.")
     transformers.logging.set_verbosity_error()
@@ -311,14 +313,11 @@ class Migration:
 
     def each_step(self, model: nn.Module, step: int, total: int) -> dict[str, Any]:
         """Set the bound of this step, after a check where one is due."""
-        every, found = math.ceil(total / self.values["checks"]), {}
-        if not self.total and step:
-            self._remember(step)
-        self.total = total
-        if step and step % every == 0:
-            self._set(model, step // every - 1, total, every)  # on a resumed run it is not set yet
+        if not self.total:
+            self._begin(model, step)
+        self.total, found = total, {}
+        if step and step % math.ceil(total / self.values["checks"]) == 0:
             found = self._check(model, step)
-        self._set(model, step // every, total, every)
         return {"strength": self.strength} | {f"check_{name}": value for name, value in found.items()}
 
     def finish(self, model: nn.Module) -> None:
@@ -329,12 +328,11 @@ class Migration:
         """
         if not self.total:  # resumed after its last step
             self.total = json.loads((self.out / "log.jsonl").read_text().splitlines()[-1])["step"]
-            self._remember(self.total)
-            self._set(model, 0, 1, 1)
+            self._begin(model, self.total)
         self._check(model, self.total)
 
     def _check(self, model: nn.Module, step: int) -> dict[str, Any]:
-        """Look at held-out rows; keep the model, or end the run."""
+        """Look at held-out rows; keep the model and go on, stay at this bound, or end the run."""
         found = self.judge(model)
         # A loss of NaN keeps nothing. A control, which brings nothing in, goes on as long as what it is compared with.
         kept = self.goal is None or found["loss"] - self.start <= self.values["budget"]
@@ -342,24 +340,27 @@ class Migration:
             "step": step, "strength": self.strength, "loss": found["loss"], "accuracy": found["accuracy"], "kept": kept,
         }  # fmt: skip
         self.checks.append(told)
-        if not kept:
+        recent = self.checks[-self.values["patience"] :]
+        if kept:
+            self.save(model)
+        elif len(recent) == self.values["patience"] and not any(check["kept"] for check in recent):
             raise Spent
-        self.save(model)
+        self._set(model)
         return told
 
-    def _set(self, model: nn.Module, stage: int, total: int, every: int) -> None:
-        stages = max(1, round(self.values["ramp"] * math.ceil(total / every)))
-        strength = min(1.0, (stage + 1) / stages)
+    def _set(self, model: nn.Module) -> None:
+        strength = min(1.0, (1 + sum(check["kept"] for check in self.checks)) / self.values["stages"])
         if self.goal is not None and strength != self.strength:
             replan(model, at(self.goal, strength))
         self.strength = strength
 
-    def _remember(self, step: int) -> None:
-        """The checks of the run that is resumed, as the log has them."""
-        for line in (self.out / "log.jsonl").read_text().splitlines():
+    def _begin(self, model: nn.Module, step: int) -> None:
+        """The first bound; of a run that is resumed, the one that its checks had led to, as the log has them."""
+        for line in (self.out / "log.jsonl").read_text().splitlines() if step else ():
             found = {k.removeprefix("check_"): v for k, v in json.loads(line).items() if k.startswith("check_")}
             if found and found["step"] < step:
                 self.checks.append(found)
+        self._set(model)
 
 
 def table(before: dict[str, Any], after: dict[str, Any]) -> str:

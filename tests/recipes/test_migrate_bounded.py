@@ -28,7 +28,7 @@ def given(tmp_path_factory):
 
 def config(folder, **changes):
     path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump(VALUES | {"batch": 4, "budget": 50.0, "harm": 50.0} | changes))
+    path.write_text(yaml.safe_dump(VALUES | {"batch": 4, "checks": 5, "budget": 50.0, "harm": 50.0} | changes))
     return ["--config", str(path)]
 
 
@@ -59,18 +59,23 @@ def test_a_bound_grows_to_its_target(given, tmp_path, capsys):
     assert "largest logit" in capsys.readouterr().out
 
 
-def test_the_last_bound_that_kept_quality_is_saved(given, tmp_path, monkeypatch):
-    found, check = [], recipe.Migration._check
+@pytest.mark.parametrize(("good", "strengths", "reached"), [
+    ("++--", [1, 2, 3, 3], 2), ("+-+-+", [1, 2, 2, 3, 3], 3), ("--", [1, 1], 0), ("-+--", [1, 1, 2, 2], 1),
+])  # fmt: skip
+def test_the_last_bound_that_kept_quality_is_saved(given, tmp_path, monkeypatch, good, strengths, reached):
+    """The bound waits while quality is lost, and the run ends when it does not come back."""
+    marks, check = iter(good), recipe.Migration._check
 
-    def worse(self, model, step):
-        found.append(self.strength)
-        self.judge = lambda _: {"loss": math.nan if len(found) == 3 else 0.0, "accuracy": 0.5}
+    def judged(self, model, step):
+        loss = 0.0 if next(marks) == "+" else math.nan
+        self.judge = lambda _: {"loss": loss, "accuracy": 0.5}
         return check(self, model, step)
 
-    monkeypatch.setattr(recipe.Migration, "_check", worse)
+    monkeypatch.setattr(recipe.Migration, "_check", judged)
     result, plan = ran(given, tmp_path / "out", *config(tmp_path), "--layers", "1")
-    assert [check["kept"] for check in result["checks"]] == [True, True, False]
-    assert result["reached"] == pytest.approx(2 / 3)
+    assert [check["kept"] for check in result["checks"]] == [mark == "+" for mark in good]
+    assert [check["strength"] * 3 for check in result["checks"]] == pytest.approx(strengths)
+    assert result["reached"] * 3 == pytest.approx(reached)
     assert plan == AttentionPlan.from_dict(result["plan"])
     assert plan.layers == (1,)
 
@@ -173,7 +178,7 @@ def test_refused_data_and_values(given, tmp_path, capsys):
     assert "expected rows in every split" in refused("--data", str(tmp_path / "empty.csv"))
     (tmp_path / "other.csv").write_text("text,label\n" + "good film,maybe\n" * 10)
     assert "expected labels of the checkpoint" in refused("--data", str(tmp_path / "other.csv"))
-    assert "ramp: expected a part" in refused(*config(tmp_path, ramp=1.5))
+    assert "stages: expected at most" in refused(*config(tmp_path, stages=7))
     assert "expected a trained classifier, got none" in refused("--model=")
 
 
