@@ -29,6 +29,7 @@ import math
 import re
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,10 +37,10 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import hf_fullpay
-from arguments import accelerator_of, adapted, add_arguments, plan_of
+from arguments import ATTENTION_DROPOUT, accelerator_of, adapted, add_arguments, config_of, plan_of
 from data import checkpoint
 from extremes import extremes
 from finetune_text import KEEP, length_of, rows
@@ -144,13 +145,13 @@ def classifier(options: argparse.Namespace) -> tuple[Any, Any]:
             "runs/plain --attention sdpa"
         )
     place = checkpoint(options.model)[0]
-    config = AutoConfig.from_pretrained(place)
+    config = config_of(options)
     if not any("ForSequenceClassification" in name for name in config.architectures or []):
         raise ValueError(
             f"--model: expected a trained classifier, got {options.model}, a {config.architectures}. Train one first: "
             f"python recipes/finetune_text.py --out runs/plain --attention sdpa --model {options.model}"
         )
-    changes = {name: 0.0 for name in ("attention_probs_dropout_prob", "attention_dropout") if hasattr(config, name)}
+    changes = {name: 0.0 for name in ATTENTION_DROPOUT if hasattr(config, name)}
     model = AutoModelForSequenceClassification.from_pretrained(
         place, attn_implementation="sdpa", **(changes if options.no_attention_dropout else {})
     )
@@ -238,7 +239,7 @@ def main(arguments: list[str] | None = None) -> int:
             model.save_pretrained(options.out / "model")
             tokenizer.save_pretrained(options.out / "model")
     if options.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     if options.lora:
         model = adapted(model, options.lora)
 
@@ -248,14 +249,12 @@ def main(arguments: list[str] | None = None) -> int:
 
     migration = Migration(options.out, goal, start, values, lambda network: quality(network, judges), save)
     began = time.perf_counter()
-    try:
+    with suppress(Spent):
         model = fit(
             accelerator, model, train, collate, values, options.out,
             resume=options.resume, steps=options.steps, each_step=migration.each_step,
         )  # fmt: skip
         migration.finish(model)
-    except Spent:
-        accelerator.end_training()
     trained = time.perf_counter() - began
     final = AutoModelForSequenceClassification.from_pretrained(options.out / "model").to(accelerator.device)
     after = measured(final)
@@ -288,6 +287,7 @@ def main(arguments: list[str] | None = None) -> int:
         (options.out / "results.json").write_text(json.dumps(written, indent=2) + "\n")
         print(table(before, after))
         print(f"reached {reached:.0%} of the target; checkpoint, card and results in {options.out}")
+    accelerator.end_training()
     return 0
 
 

@@ -28,7 +28,9 @@ def given(tmp_path_factory):
 
 def config(folder, **changes):
     path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump(VALUES | {"batch": 4, "checks": 5, "budget": 50.0, "harm": 50.0} | changes))
+    path.write_text(
+        yaml.safe_dump(VALUES | {"batch": 4, "checks": 5, "patience": 2, "budget": 50.0, "harm": 50.0} | changes)
+    )
     return ["--config", str(path)]
 
 
