@@ -8,7 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 import yaml
+from checkpoints import losses
 from small_classifier import save_classifier, save_documents
+from test_processes import run
 from transformers import AutoModelForSequenceClassification
 
 import migrate_bounded as recipe
@@ -152,6 +154,21 @@ def test_a_full_disk_leaves_the_last_good_model(given, tmp_path, monkeypatch):
         AutoModelForSequenceClassification.from_pretrained(tmp_path / "out" / "model").config.fullpay
     )
     assert math.isfinite(plan.scores.bound[0][0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["ddp", "fsdp2"])
+def test_two_processes_do_what_one_does(given, tmp_path, way):
+    model = save_classifier(tmp_path / "model", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    flags = [*given[2:], "--model", model, "--steps", 4, *config(tmp_path, batch=2, checks=4)]
+    run("migrate_bounded", flags, tmp_path / "one", "--accumulate", 2)
+    run("migrate_bounded", flags, tmp_path / "two", way=way)
+    one, two = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("one", "two"))
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-3)
+    assert two["reached"] == one["reached"] == 1
+    for ours, theirs in zip(two["checks"], one["checks"], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3)
+    assert two["after"]["loss"] == pytest.approx(one["after"]["loss"], rel=1e-3)
 
 
 @pytest.mark.parametrize(("more", "told"), [
