@@ -1,8 +1,8 @@
 """Gold data: trees and pronouns are read as they are meant, or refused with the number of the line."""
 
 import pytest
-from hand_made import GOLD, tokenizer
 
+from hand_made import GOLD, tokenizer
 from hf_fullpay.diagnosis.coreference import read_gap
 from hf_fullpay.diagnosis.spans import cut
 from hf_fullpay.diagnosis.treebank import ROOT, read_treebank
