@@ -32,13 +32,13 @@ def replan(model: nn.Module, plan: AttentionPlan) -> None:
         ValueError: for a model that is stock or compiled, or a plan that differs in more, or learns: what is learned is an
             offset from the plan's numbers. The model is then left as it was.
     """
-    inner = unwrapped(model)
+    inner: Any = unwrapped(model)
     if not isinstance(inner, FullPayModelMixin):
         raise wrong("replan(model)", "a converted model", type(inner).__name__)
     # accelerate compiles a model in a wrapper, Module.compile in place.
     if hasattr(model, "_orig_mod") or any(part._compiled_call_impl is not None for part in model.modules()):
         raise wrong("replan(model)", "a model that is not compiled", type(model).__name__)
-    config: Any = inner.config  # type: ignore[attr-defined]
+    config: Any = inner.config
     old = AttentionPlan.from_dict(getattr(config, PLAN))
     if plan.is_learnable or old.is_learnable or _numberless(plan) != _numberless(old):
         raise wrong(
@@ -48,7 +48,7 @@ def replan(model: nn.Module, plan: AttentionPlan) -> None:
     layers = [layer for _, _, layer in layers_of(inner)]
     plans = [plan.for_layers(layer.total)[layer.index] for layer in layers]
     if config._attn_implementation != CARRIER:
-        inner.set_attn_implementation(CARRIER)  # type: ignore[attr-defined]  # the preset's name would no longer be true
+        inner.set_attn_implementation(CARRIER)  # the preset's name would no longer be true
         layers = [layer for _, _, layer in layers_of(inner)]
     for layer, own in zip(layers, plans, strict=True):
         layer.plan = own
