@@ -32,9 +32,10 @@ def replan(model: nn.Module, plan: AttentionPlan) -> None:
         ValueError: for a model that is stock or compiled, or a plan that differs in more, or learns: what is learned is an
             offset from the plan's numbers. The model is then left as it was.
     """
-    inner: Any = unwrapped(model)
-    if not isinstance(inner, FullPayModelMixin):
-        raise wrong("replan(model)", "a converted model", type(inner).__name__)
+    found = unwrapped(model)
+    if not isinstance(found, FullPayModelMixin):
+        raise wrong("replan(model)", "a converted model", type(found).__name__)
+    inner: Any = found
     # accelerate compiles a model in a wrapper, Module.compile in place.
     if hasattr(model, "_orig_mod") or any(part._compiled_call_impl is not None for part in model.modules()):
         raise wrong("replan(model)", "a model that is not compiled", type(model).__name__)
