@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .checks import check_call
+from .checks import check_call, precision_of
 from .clamp import run_clamp, run_clamp_delta
 from .compiled import uncompiled
 from .decode import run_decode
@@ -97,7 +97,7 @@ def attention(
         centre = None  # softmax ignores a shift
     options = {
         "scaling": float(scaling), "keys": keys, "mask": mask, "offset": offset, "window": window,
-        "cu_seqlens": cu_seqlens, "precision": _precision(precision), "fast_tanh": fast_tanh,
+        "cu_seqlens": cu_seqlens, "precision": precision_of(precision), "fast_tanh": fast_tanh,
     }  # fmt: skip
     return _Attention.apply(query, key, value, bias, centre, width, amplitude, share, mean, clamp_floor, options)
 
@@ -164,7 +164,7 @@ def lower_median(
     check_call(query, key, key, keys, mask, bias, offset, window, cu_seqlens, None, {})
     options = {
         "scaling": float(scaling), "keys": keys, "mask": mask, "offset": offset, "window": window,
-        "cu_seqlens": cu_seqlens, "precision": _precision(precision), "fast_tanh": False,
+        "cu_seqlens": cu_seqlens, "precision": precision_of(precision), "fast_tanh": False,
     }  # fmt: skip
 
     def build(query: Tensor, key: Tensor, bias: Tensor | None) -> Call:
@@ -225,15 +225,6 @@ def decode_attention(
 def _four(*tensors: Tensor | None) -> tuple[Any, ...]:
     """With leading dimensions of 1, as many as are missing."""
     return tuple(x if x is None or x.ndim >= 4 else x[(None,) * (4 - x.ndim)] for x in tensors)
-
-
-def _precision(precision: str | None) -> str:
-    """Of products of FP32 tensors; None follows PyTorch's own setting."""
-    if precision is None:
-        return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-    if precision not in ("ieee", "tf32"):
-        raise ValueError(f'precision: expected "ieee" or "tf32", got {precision!r}.')
-    return precision
 
 
 def _rate(width: Tensor, amplitude: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
