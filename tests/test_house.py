@@ -21,8 +21,21 @@ MAY = {
     "reference": {"core", "reach", "scores", "payment", "plan"},
     "paths": {"core", "reach", "scores", "payment", "plan", "fast"},
     "attend": {"core", "reach", "scores", "payment", "plan", "paths", "fast", "reference", "backends"},
-    "hf": {"core", "backends", "reach", "scores", "payment", "plan", "reference", "attend", "layers", "hf", "demo"},
-    "diagnose": {"core", "diagnose"},
+    "hf": {
+        "core",
+        "backends",
+        "reach",
+        "scores",
+        "payment",
+        "plan",
+        "reference",
+        "attend",
+        "layers",
+        "hf",
+        "demo",
+        "diagnosis",
+    },  # the command line calls the last two
+    "diagnosis": {"core", "reach", "scores", "payment", "plan", "reference", "hf", "diagnosis"},
 }
 OUTSIDE = {"transformers", "peft", "huggingface_hub", "accelerate", "datasets", "matplotlib", "pandas"}
 FILES = sorted(SOURCE.rglob("*.py"))

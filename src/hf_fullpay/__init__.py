@@ -11,6 +11,7 @@ from importlib.metadata import version
 from hf_fullpay.attend import attention
 from hf_fullpay.backends import BACKENDS, backend
 from hf_fullpay.core.warning import FullPayWarning
+from hf_fullpay.diagnosis import diagnose
 from hf_fullpay.hf.convert import convert, revert
 from hf_fullpay.hf.forecaster import FullPayForecaster, FullPayForecasterConfig, register_forecaster
 from hf_fullpay.hf.models import *  # noqa: F403
@@ -45,6 +46,7 @@ __all__ = [
     "attention",
     "backend",
     "convert",
+    "diagnose",
     "register",
     "revert",
     "sliding_cache",

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import hf_fullpay
-from hf_fullpay.diagnose import WeightStatistics, gradient_reach, weight_statistics
+from hf_fullpay.diagnosis import WeightStatistics, gradient_reach, weight_statistics
 
 LENGTH = 256  # tokens; a review's verdict stands near its end, so the last ones are kept
 TRAIN, TEST = 1200, 600

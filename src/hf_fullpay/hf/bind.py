@@ -208,12 +208,12 @@ def _is_per_head(value: Any) -> bool:
 
 def _layer_indices(model: nn.Module, paths: list[str]) -> list[int]:
     """Number of the layer of each path: the place of its block (block 3 of 12) among those that hold attention."""
-    blocks = [_block(model, path) for path in paths]
+    blocks = [block_of(model, path) for path in paths]
     order = {block: index for index, block in enumerate(dict.fromkeys(blocks))}
     return [order[block] for block in blocks]
 
 
-def _block(model: nn.Module, path: str) -> str:
+def block_of(model: nn.Module, path: str) -> str:
     """Path cut after its last number, but for lists of unlike parts inside a block (self-attention, cross-attention,
     feed-forward of a T5 block)."""
     parts = path.split(".")

@@ -1,4 +1,4 @@
-"""The command line: hf-fullpay list | convert | inspect | demo."""
+"""The command line: hf-fullpay list | convert | inspect | diagnose | demo."""
 
 from __future__ import annotations
 
@@ -68,6 +68,24 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--attention", metavar="NAME", choices=sorted(PRESETS), help="look at it under this preset")
     inspect.set_defaults(run=_inspect)
 
+    diagnose = commands.add_parser("diagnose", help="what the attention of a model does, on your texts or images")
+    diagnose.add_argument("model", metavar="MODEL", help="Hub id or folder")
+    _add_inputs(diagnose)
+    diagnose.add_argument("--out", metavar="DIR", type=Path, help="write a page, report.json and report.md there")
+    diagnose.add_argument("--attention", metavar="NAME", help="run the model under this attention instead of its own")
+    diagnose.add_argument("--against", metavar="NAME", help="compare with the same model under another attention")
+    diagnose.add_argument("--checks", metavar="NAME", nargs="+", help="which checks (all)")
+    diagnose.add_argument("--layers", metavar="N", nargs="+", type=int, help="which attention layers, from 0 (all)")
+    diagnose.add_argument(
+        "--limit",
+        metavar="MEASURE=NUMBER",
+        nargs="+",
+        default=[],
+        help="the line a measure should keep, such as entropy=2.5",
+    )
+    diagnose.add_argument("--strict", action="store_true", help="exit with 1 when a measure does not keep its line")
+    diagnose.set_defaults(run=_diagnose)
+
     demo = commands.add_parser("demo", help="fine-tune a real encoder on long reviews, with its promises measured")
     demo.add_argument("--out", metavar="DIR", type=Path, default=Path("runs/demo"), help="where results go (runs/demo)")
     demo.add_argument("--model", metavar="PATH", help="Hub id or folder of another BERT encoder")
@@ -95,6 +113,38 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--layers", dest="option_layers", metavar="LAYERS", type=_value, default=absent,
         help='"all", "all_but_last", "from:6", "[6, 7]"',
     )  # fmt: skip
+
+
+def _add_inputs(parser: argparse.ArgumentParser) -> None:
+    """What a model is to be run on."""
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--text", metavar="FILE", type=Path, help="a document a line, or a folder of .txt files")
+    which.add_argument("--dataset", metavar="NAME", help="Hub id or folder of a data set (needs the package datasets)")
+    which.add_argument("--images", metavar="DIR", type=Path, help="folder of images")
+    parser.add_argument("--split", default="test", help="of the data set (test)")
+    parser.add_argument("--column", default="text", help="of the data set (text)")
+    parser.add_argument("--count", type=_positive, default=32, help="how many texts or images (32)")
+    parser.add_argument("--length", type=_positive, help="tokens at which a text is cut (512, or what the model takes)")
+    parser.add_argument("--batch", type=_positive, default=4, help="texts or images run together (4)")
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text}")
+    return number
+
+
+def _inputs(options: argparse.Namespace, model: Any) -> Any:
+    from hf_fullpay.hf.sources import dataset_texts, image_batches, text_batches, texts_of
+
+    if options.images is not None:
+        return image_batches(options.model, options.images, limit=options.count, size=options.batch)
+    if options.text is not None:
+        texts = texts_of(options.text)[: options.count]
+    else:
+        texts = dataset_texts(options.dataset, options.split, options.column, options.count)
+    return text_batches(options.model, model, texts, length=options.length, size=options.batch)
 
 
 def _value(text: str) -> Any:
@@ -127,27 +177,23 @@ def _convert(options: argparse.Namespace) -> int:
         raise ValueError(f"DST: expected a folder that holds nothing yet, got {target}.")
     if blocked := next((parent for parent in target.parents if parent.exists() and not parent.is_dir()), None):
         raise ValueError(f"DST: expected a place for a folder, got {target}, where {blocked} is a file.")
-    import transformers
+    from transformers import AutoConfig
 
     from hf_fullpay.hf.cards import render_card
     from hf_fullpay.hf.convert import convert
+    from hf_fullpay.hf.sources import check_source, task_model
 
-    _check_source(options.source)
+    check_source(options.source)
     source: Any = options.source
     if options.task:
-        words = {"lm": "LM"}
-        auto = "AutoModelFor" + "".join(words.get(word, word.capitalize()) for word in options.task.split("-"))
-        if not hasattr(transformers, auto):
-            raise ValueError(
-                f"--task: expected a task such as sequence-classification or causal-lm, got {options.task!r}."
-            )
+        auto = task_model(options.task)
         try:
-            source = getattr(transformers, auto).from_pretrained(options.source)
+            source = auto.from_pretrained(options.source)
         except ValueError as error:
             if not str(error).startswith("Unrecognized configuration class"):
                 raise
             # Transformers would list every model that there is.
-            kind = transformers.AutoConfig.from_pretrained(options.source).model_type
+            kind = AutoConfig.from_pretrained(options.source).model_type
             raise ValueError(f"--task: expected a task of {kind!r} models, got {options.task!r}.") from error
     model = convert(source, plan)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -160,12 +206,6 @@ def _convert(options: argparse.Namespace) -> int:
         os.replace(folder, target)
     print(f"{target}: {type(model).__name__}, {plan.describe()}; with {', '.join([*saved, 'a card'])}")
     return 0
-
-
-def _check_source(source: str) -> None:
-    """A mistyped path would be taken for a Hub id, and the message would be about the Hub."""
-    if (Path(source).exists() or source.startswith((".", "/", "~"))) and not Path(source, "config.json").is_file():
-        raise ValueError(f"expected a Hub id or a folder with config.json, got {source}.")
 
 
 def _plan(options: argparse.Namespace) -> AttentionPlan:
@@ -207,10 +247,37 @@ def _has(source: str, file: str) -> bool:
 
 def _inspect(options: argparse.Namespace) -> int:
     from hf_fullpay.hf.inspect import inspect_model
+    from hf_fullpay.hf.sources import check_source
 
-    _check_source(options.model)
+    check_source(options.model)
     print(inspect_model(options.model, options.attention))
     return 0
+
+
+def _diagnose(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from hf_fullpay.diagnosis import compare, diagnose
+    from hf_fullpay.hf.sources import load_model
+
+    limits: dict[str, float | None] = {}
+    for text in options.limit:
+        name, _, number = text.partition("=")
+        try:
+            limits[name] = float(number)
+        except ValueError as error:
+            raise ValueError(f"--limit: expected MEASURE=NUMBER, got {text!r}.") from error
+    settings = {"checks": options.checks, "layers": options.layers, "thresholds": limits}
+    reports, inputs = [], None
+    for attention in [options.attention, options.against][: 1 if options.against is None else 2]:
+        model = load_model(options.model, attention)
+        inputs = _inputs(options, model) if inputs is None else inputs
+        reports.append(diagnose(model, inputs, **settings))
+    result = reports[0] if len(reports) == 1 else compare(reports[1], reports[0])
+    Console().print(result)
+    if options.out is not None:
+        print(f"written: {result.save(options.out)}")
+    return 1 if options.strict and not reports[0].passed else 0
 
 
 def _demo(options: argparse.Namespace) -> int:

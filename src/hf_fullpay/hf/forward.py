@@ -79,27 +79,18 @@ def make_forward(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     ) -> tuple[Tensor, Tensor | None]:
         layer: Layer | None = getattr(module, BINDING, None)
         if layer is None or layer.name != name:
-            layer = _unbound(module, name)
+            layer = unbound(module, name)
         _refuse_options(layer, kwargs)
         _warn_unread(layer, kwargs)
         # Under autocast a rotary model hands queries and keys in FP32 beside values in BF16; the values, straight out of
         # a linear layer, have the type that the output projection expects.
         query, key = query.to(value.dtype), key.to(value.dtype)
         check_shapes(query, key, value)
-        allowed, bias = _allowed(layer, module, query, key.shape[2], attention_mask, is_causal, kwargs)
-        if position_bias is not None:
-            bias = position_bias if bias is None else bias + position_bias
         _warn_shortfall(layer, query.shape[2], key.shape[2])
-        offered = {**kwargs, LAYER: layer.index}
-        arguments: dict[str, Any] = {
-            "plan": layer.plan,
-            "allowed": allowed,
-            "scaling": query.shape[-1] ** -0.5 if scaling is None else scaling,
-            "bias": bias,
-            "strengths": _strengths(module, kwargs.get(INPUT)),
-            "given": {name: offered[name] for name in layer.plan.inputs if offered.get(name) is not None},
-            "dropout": dropout,
-        }
+        arguments = arguments_of(
+            layer, module, query, key, attention_mask, scaling=scaling, is_causal=is_causal,
+            position_bias=position_bias, options=kwargs,
+        ) | {"dropout": dropout}  # fmt: skip
         past = kwargs.pop(PAST, None)
         # Sums, means and the tanh must stay in FP32; what may run in BF16 has that type already.
         with torch.autocast(query.device.type, enabled=False):
@@ -116,7 +107,7 @@ def make_forward(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
                     layer.host, module, query, key, value, attention_mask,
                     scaling=scaling, dropout=dropout, is_causal=is_causal, **kwargs,
                 )  # fmt: skip
-            past = None if past is None else past.sums(value, allowed)
+            past = None if past is None else past.sums(value, arguments["allowed"])
             output = attend(query, key, value, **arguments, hosted=hosted, past=past)
             return output.transpose(1, 2).contiguous(), None
 
@@ -124,7 +115,34 @@ def make_forward(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     return forward
 
 
-def _unbound(module: nn.Module, name: str) -> Layer:
+def arguments_of(
+    layer: Layer,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    *,
+    scaling: float | None,
+    is_causal: bool | None,
+    position_bias: Tensor | None,
+    options: dict[str, Any],
+) -> dict[str, Any]:
+    """What a model's call of its attention means: the arguments of `attend`, but for tensors and dropout."""
+    allowed, bias = _allowed(layer, module, query, key.shape[2], mask, is_causal, options)
+    if position_bias is not None:
+        bias = position_bias if bias is None else bias + position_bias
+    offered = {**options, LAYER: layer.index}
+    return {
+        "plan": layer.plan,
+        "allowed": allowed,
+        "scaling": query.shape[-1] ** -0.5 if scaling is None else scaling,
+        "bias": bias,
+        "strengths": _strengths(module, options.get(INPUT)),
+        "given": {name: offered[name] for name in layer.plan.inputs if offered.get(name) is not None},
+    }
+
+
+def unbound(module: nn.Module, name: str) -> Layer:
     """A module whose name was changed behind our back (a raw config assignment), or that stands alone."""
     plan = plan_of(getattr(module, "config", None), name)
     if plan.layers != "all" or LAYER in plan.inputs:
