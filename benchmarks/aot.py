@@ -132,6 +132,8 @@ def call_for(case: dict[str, Any], width: int, dtype: torch.dtype) -> launch.Cal
         options["keys"] = meta(batch, LENGTH, of=torch.bool)
     if case.get("mask"):
         options["mask"] = meta(batch, 1, *pairs[2:], of=torch.bool)
+    for name in ("query", "key", "value", "mean"):  # as `attention` does
+        inputs[name] = None if inputs[name] is None else api.aligned(inputs[name])
     call = api._call(inputs, options)
     if case.get("packed"):
         object.__setattr__(call, "segments", launch.Segments(*(meta(LENGTH, of=torch.int32) for _ in range(4))))

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .align import aligned
 from .checks import check_tensors, precision_of
 from .compiled import uncompiled
 from .launch import Call, Segments, run_delta, run_forward, run_keys, run_queries
@@ -59,7 +60,8 @@ def relay_attention(
         raise ValueError(f"scaling: expected a positive number, got {scaling}.")
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ValueError(f"size: expected a positive integer, got {size!r}.")
-    tokens = query.shape[2]
+    tokens, columns = query.shape[2], value.shape[3]
+    query, key, value = aligned(query), aligned(key), aligned(value)
     size = min(size, max(tokens, 1))
     early = None
     if keys is not None and tokens:  # rows laid out so that the first key begins a block
@@ -73,7 +75,7 @@ def relay_attention(
         "scaling": float(scaling), "size": size, "causal": causal, "keys": keys, "precision": precision_of(precision),
     }  # fmt: skip
     out = _Relays.apply(query, key, value, relay_key, relay_value, counts, options)
-    return out if early is None else _laid(out, early, tokens)
+    return (out if early is None else _laid(out, early, tokens))[..., :columns]
 
 
 def _laid(x: Tensor, start: Tensor, length: int) -> Tensor:
@@ -140,6 +142,7 @@ class _Relays(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, out, lse = ctx.saved_tensors
+        d_out = aligned(d_out)
         own, *relays = _parts(*tensors, ctx.options)
         delta, _ = run_delta(own, d_out, out, None)
         d_query = sum(run_queries(part, d_out, lse, delta, {"query"})["query"] for part in (own, *relays))
