@@ -69,6 +69,8 @@ def tile_for(kernel: str, width: int, dtype: torch.dtype, arch: str, light: bool
         return _wide(kernel, light, tanh, arch == "sm_80")
     if small:
         return Tile(32, 64, 4, 1) if kernel == "keys" else Tile(64, 64 if width <= 64 else 32, 4, 1)
+    if kernel == "keys" and arch == "sm_80" and width > 64:  # its products want their operands in registers
+        return Tile(64 if light else 32, 64, 8, 2)
     if kernel == "keys" and tanh and width > 64:
         return Tile(16, 128, 8, 2)
     if kernel == "keys":
