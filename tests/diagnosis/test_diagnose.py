@@ -312,6 +312,6 @@ def test_bad_input_is_named(call, message):
 def test_the_table_of_measures_is_whole():
     assert {measure.headline for measure in MEASURES.values()} <= {"mean", "min", "max"}
     assert all(measure.better for measure in MEASURES.values() if measure.limit is not None)
-    report = diagnose(build("llama", "fullpay"), inputs("llama", length=80), progress=False)
+    report = diagnose(build("gpt2", "fullpay"), inputs("gpt2", length=80), progress=False)
     missing = set(MEASURES) - set(report.values)
     assert not missing

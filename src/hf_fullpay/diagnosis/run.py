@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +12,13 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from hf_fullpay.core.errors import check_number, wrong
+from hf_fullpay.diagnosis.as_found import as_found
+from hf_fullpay.diagnosis.gradients import check_reach
+from hf_fullpay.diagnosis.importance import check_heads
 from hf_fullpay.diagnosis.inputs import Batch, batches_of, documents_of, real_tokens, size_of
+from hf_fullpay.diagnosis.leaks import check_leak
 from hf_fullpay.diagnosis.measures import CHECKS, MEASURES
+from hf_fullpay.diagnosis.positions import check_positions
 from hf_fullpay.diagnosis.report import Findings, Report
 from hf_fullpay.diagnosis.settings import Settings
 from hf_fullpay.diagnosis.sinks import KEPT, check_sinks
@@ -28,7 +32,9 @@ STREAMS: dict[str, type[Stream]] = {
     "weights": Weights, "promise": Promise, "entropy": Entropy, "scores": Scores, "range": Range,
 }  # fmt: skip
 Probe = Callable[[nn.Module, list[Batch], Settings], Findings]
-PROBES: dict[str, Probe] = {"sinks": check_sinks}
+PROBES: dict[str, Probe] = {
+    "sinks": check_sinks, "reach": check_reach, "heads": check_heads, "positions": check_positions, "leak": check_leak,
+}  # fmt: skip
 
 
 def diagnose(
@@ -99,19 +105,6 @@ def diagnose(
         },
         findings=found, limits=limits,
     )  # fmt: skip
-
-
-@contextmanager
-def as_found(model: nn.Module) -> Iterator[None]:
-    """Eval mode and no gradients inside; every module back in its own mode afterwards, and the random state as it was."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 class _Pass:
@@ -212,7 +205,7 @@ def _only(found: Findings, layers: Sequence[int] | None, total: int) -> Findings
     if layers is None:
         return found
     for name, values in found.values.items():
-        if isinstance(values, list) and len(values) == total:
+        if name != "position_decay" and isinstance(values, list) and len(values) == total:  # its two are no layers
             found.values[name] = [
                 values[layer] if layer in layers else [math.nan] if isinstance(values[layer], list) else math.nan
                 for layer in range(total)
