@@ -55,8 +55,8 @@ class Peaks:
 
 def peak_of(name: str, is_causal: bool, dtype: str, n: int, batch: int, heads: int, device: str, threads: int) -> float:
     """MiB above the inputs."""
-    if device == "cpu" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
-        libc.mallopt(MMAP_THRESHOLD, SMALLEST)  # setting it keeps malloc from raising it to the largest size freed
+    if device == "cpu":
+        return_freed_memory()
     torch.set_num_threads(threads)
     warnings.simplefilter("ignore", FullPayWarning)
     candidate = find(name, is_causal, device)
@@ -83,12 +83,18 @@ def peak_of(name: str, is_causal: bool, dtype: str, n: int, batch: int, heads: i
         return round((torch.cuda.max_memory_allocated() - before) / 2**20, 1)
     # The high-water mark of the drawing of inputs must not hide what the call needs.
     Path("/proc/self/clear_refs").write_text("5")
-    before = _high_water()
+    before = high_water()
     step(leaves, probe)
-    return round((_high_water() - before) / 1024, 1)
+    return round((high_water() - before) / 1024, 1)
 
 
-def _high_water() -> int:
+def return_freed_memory() -> None:
+    """Have malloc give large freed buffers back: a peak is then what is in use, not what is kept for later."""
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(MMAP_THRESHOLD, SMALLEST)  # setting it keeps malloc from raising it to the largest size freed
+
+
+def high_water() -> int:
     """Peak resident memory in KiB since the mark was last cleared."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
