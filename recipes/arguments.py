@@ -9,12 +9,18 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration, set_seed
+from accelerate.utils import TorchDynamoPlugin, set_seed
 from torch import nn
+from transformers import AutoConfig
 
 import hf_fullpay
+from data import checkpoint
 from hf_fullpay.plan import with_options
-from settings import count
+from settings import count, folder
+from training import start_of
+
+ATTENTION_DROPOUT = ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop")  # names in the families
+HEADS = ("classifier", "score", "pooler", "lm_head")  # of a checkpoint; beside LoRA they are trained whole
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, config: Path, model: str | None) -> None:
@@ -38,24 +44,35 @@ def add_arguments(parser: argparse.ArgumentParser, *, config: Path, model: str |
     parser.add_argument(
         "--lora", type=count, metavar="RANK", help="train adapters and the learned numbers only (needs peft)"
     )
+    parser.add_argument(
+        "--no-attention-dropout", action="store_true", help="on a CPU a step is 2 to 4 times faster without"
+    )
     parser.add_argument("--report-to", metavar="TRACKER", help="tensorboard, wandb, ... besides log.jsonl")
 
 
 def accelerator_of(parser: argparse.ArgumentParser, options: argparse.Namespace, values: dict[str, Any]) -> Accelerator:
-    """Seeds everything, too. Ends the program for a precision that the device does not have."""
-    if options.mixed_precision == "bf16" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported(False):
+    """An Accelerator; makes --out and seeds everything, too. Ends the program for a precision that the device does not
+    have, and for a folder with another run's checkpoints."""
+    folder(parser, options.out)
+    try:
+        start_of(options.out, options.resume)
+    except ValueError as error:
+        parser.error(f"--out: {error}")
+    has_cuda = torch.cuda.is_available()
+    if options.mixed_precision == "bf16" and has_cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
         parser.error("--mixed-precision: expected fp16 or no on this device, got bf16, which it does not have.")
+    if options.mixed_precision == "fp16" and not has_cuda:
+        parser.error("--mixed-precision: expected bf16 or no on this device, got fp16, which it does not have.")
+    if options.seed is not None:
+        values["seed"] = options.seed
     accelerator = Accelerator(
         mixed_precision=options.mixed_precision,
         gradient_accumulation_steps=options.accumulate,
         log_with=options.report_to,
         project_dir=options.out,
-        dynamo_backend="inductor" if options.compile else None,
-        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
+        dynamo_plugin=TorchDynamoPlugin(backend="inductor", dynamic=True) if options.compile else None,
     )
-    if options.seed is not None:
-        values["seed"] = options.seed
-    set_seed(values["seed"])
+    set_seed(values["seed"])  # before the model: fresh heads are the same in all processes and under every attention
     if options.report_to:
         accelerator.init_trackers(
             "hf-fullpay", config={name: v for name, v in values.items() if isinstance(v, int | float | str)}
@@ -64,11 +81,22 @@ def accelerator_of(parser: argparse.ArgumentParser, options: argparse.Namespace,
 
 
 def plan_of(options: argparse.Namespace) -> hf_fullpay.AttentionPlan | None:
-    """The plan that was asked for; None for an attention of Transformers."""
+    """The plan that was asked for; None for an attention of Transformers.
+
+    Raises:
+        ValueError: for a file that holds no plan, or --learnable where nothing can be learned.
+    """
     if options.attention.endswith(".json"):
-        plan = hf_fullpay.AttentionPlan.from_dict(json.loads(Path(options.attention).read_text()))
+        try:
+            plan = hf_fullpay.AttentionPlan.from_dict(json.loads(Path(options.attention).read_text()))
+        except (OSError, json.JSONDecodeError) as error:
+            raise ValueError(
+                f"--attention: expected a plan in a JSON file, got {options.attention}: {error}"
+            ) from error
     elif options.attention in hf_fullpay.PRESETS:
         plan = hf_fullpay.PRESETS[options.attention]
+    elif options.learnable:
+        raise ValueError(f"--learnable: expected a preset or a plan, got --attention {options.attention}.")
     else:
         return None
     return with_options(plan, {"learnable": True}) if options.learnable else plan
@@ -81,28 +109,33 @@ def model_of(options: argparse.Namespace, auto: Any, **changes: Any) -> nn.Modul
         options: of `add_arguments`.
         auto: AutoModelFor..., which knows the head.
         changes: for `from_pretrained`, such as num_labels.
+
+    Raises:
+        ValueError, OSError: for a checkpoint that is not there, or one that the plan does not fit.
     """
-    plan = plan_of(options)
-    model = auto.from_pretrained(
-        options.model, attn_implementation="sdpa" if plan is not None else options.attention, **changes
-    )
+    plan, place = plan_of(options), checkpoint(options.model)[0]
+    if options.no_attention_dropout:
+        config = AutoConfig.from_pretrained(place)
+        changes |= {name: 0.0 for name in ATTENTION_DROPOUT if hasattr(config, name)}
+    attention = "sdpa" if plan is not None else options.attention
+    model = auto.from_pretrained(place, attn_implementation=attention, **changes)
     if plan is not None:
         model = hf_fullpay.convert(model, plan)
     if options.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if options.lora:
-        from peft import LoraConfig, get_peft_model
+    return adapted(model, options.lora) if options.lora else model
 
-        heads = [
-            name
-            for name in ("classifier", "score", "pooler")
-            if any(part == name for path, _ in model.named_modules() for part in path.split("."))
-        ]
-        learned = ["fullpay"] if plan is not None and plan.is_learnable else []
-        model = get_peft_model(
-            model,
-            LoraConfig(
-                r=options.lora, target_modules="all-linear", exclude_modules=heads, modules_to_save=heads + learned
-            ),
-        )
-    return model
+
+def adapted(model: Any, rank: int) -> nn.Module:
+    """The model with LoRA on all its linear layers; heads and the learned numbers of the attention are trained whole."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ValueError("--lora: expected the package peft, got none. Install it with: pip install peft") from error
+    parts = {part for path, _ in model.named_modules() for part in path.split(".")}
+    heads = [name for name in HEADS if name in parts]
+    learned = ["fullpay"] if "fullpay" in parts else []
+    return get_peft_model(
+        model,
+        LoraConfig(r=rank, target_modules="all-linear", exclude_modules=heads, modules_to_save=heads + learned),
+    )

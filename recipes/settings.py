@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,3 +52,12 @@ def folder(parser: argparse.ArgumentParser, path: Path) -> Path:
     except OSError as error:
         parser.error(f"--out: expected a folder that can be written to, got {path}: {error}")
     return path
+
+
+@contextmanager
+def refusing(parser: argparse.ArgumentParser) -> Iterator[None]:
+    """While data and model are loaded: what is missing or does not fit ends the program in one sentence."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
