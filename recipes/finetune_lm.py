@@ -48,7 +48,8 @@ from transformers import (
 )
 
 from arguments import accelerator_of, add_arguments, model_of
-from data import checkpoint, splits
+from data import checkpoint
+from documents import add_data_arguments, encode, held_out, marks, pieces, texts_of
 from hf_fullpay.hf.cards import render_card
 from origin import provenance
 from packing import IGNORED, Document, batch_of, pack, refuse_mixing, targets, without_cache
@@ -59,25 +60,6 @@ HERE = Path(__file__).parent
 CONFIG = HERE / "configs" / "finetune_lm.yaml"
 END = "<|endoftext|>"
 LENGTH = 512  # tokens, of a model that starts from nothing
-
-
-def texts_of(options: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """Texts to train on and held out."""
-    found = []
-    for split, table in zip(("train", "test"), splits(options.data, options.test), strict=True):
-        if options.text_column not in table.columns:
-            raise ValueError(
-                f"expected the column {options.text_column!r} in {options.data}, got {list(table.columns)}."
-            )
-        texts = table[options.text_column].dropna().astype(str)
-        texts = texts[texts.str.strip() != ""]
-        if options.words:
-            texts = texts[texts.str.split().str.len().between(*options.words)]
-        limit = options.train_rows if split == "train" else options.test_rows
-        if texts.empty:
-            raise ValueError(f"expected texts in both splits of {options.data}, got an empty {split} split.")
-        found.append(texts.sample(min(limit or len(texts), len(texts)), random_state=0).tolist())
-    return found[0], found[1]
 
 
 def new_model(texts: list[str], length: int, values: dict[str, Any], place: Path) -> None:
@@ -120,46 +102,6 @@ def length_of(options: argparse.Namespace) -> int:
     if length is None or length < 2:
         raise ValueError(f"--length: expected at least 2 tokens a row, got {length}.")
     return length
-
-
-def marks(tokenizer: Any) -> tuple[int, int]:
-    """Tokens that begin and end a document.
-
-    Raises:
-        ValueError: if the tokenizer has neither.
-    """
-    begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
-    if begin is None and end is None:
-        raise ValueError("expected a tokenizer with a token that begins or ends a text (bos or eos), got none.")
-    return (end if begin is None else begin), (begin if end is None else end)
-
-
-def encode(texts: list[str], tokenizer: Any) -> list[Document]:
-    """Token ids of every text between its marks."""
-    begin, end = marks(tokenizer)
-    return [[begin, *ids, end] for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]]
-
-
-def pieces(documents: list[Document], length: int) -> list[Document]:
-    """Documents cut to at most `length` tokens, nothing lost but a last piece of one token, which predicts nothing."""
-    cut = [document[at : at + length] for document in documents for at in range(0, len(document), length)]
-    return [piece for piece in cut if len(piece) > 1]
-
-
-def held_out(texts: list[str], tokenizer: Any, length: int) -> list[tuple[Document, int]]:
-    """The first `length` tokens of every document, and how many bytes of text they stand for.
-
-    Raises:
-        ValueError: for a tokenizer that does not say where its tokens come from.
-    """
-    if not tokenizer.is_fast:
-        raise ValueError(f"expected a fast tokenizer, which bits per byte need, got {type(tokenizer).__name__}.")
-    found = []
-    for text, document in zip(texts, encode(texts, tokenizer), strict=True):
-        told = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        ends = [end for _, end in told["offset_mapping"][: length - 1]]
-        found.append((document[:length], len(text[: max(ends)].encode())))
-    return found
 
 
 @torch.no_grad()
@@ -212,12 +154,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, config=CONFIG, model=None)
     parser.set_defaults(attention="sdpa")
-    parser.add_argument("--data", default="reviews", help="reviews, r8, r52, 20ng, a file or a Hub id (reviews)")
-    parser.add_argument("--test", help="held-out rows, where --data has no split for them (a fifth of it)")
-    parser.add_argument("--text-column", default="text", metavar="NAME")
-    parser.add_argument("--words", type=count, nargs=2, metavar=("LOW", "HIGH"), help="documents of so many words only")
-    parser.add_argument("--train-rows", type=count, metavar="N", help="at most so many documents")
-    parser.add_argument("--test-rows", type=count, metavar="N", help="at most so many documents")
+    add_data_arguments(parser)
     parser.add_argument("--length", type=count, metavar="TOKENS", help=f"of a row (the model's positions; {LENGTH})")
     parser.add_argument(
         "--packing", action=argparse.BooleanOptionalAction, default=True, help="several documents in a row"
