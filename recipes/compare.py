@@ -17,8 +17,6 @@ from typing import Any
 
 from settings import refusing
 
-SHARED = ("values", "setting")
-
 
 def mean_and_error(numbers: list[float]) -> dict[str, float | None]:
     """Mean, and its standard error where there is more than one number."""
