@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import TorchDynamoPlugin, set_seed
+from accelerate.utils import DistributedType, TorchDynamoPlugin, parse_flag_from_env, set_seed
 from torch import nn
 from transformers import AutoConfig
 
@@ -70,8 +70,11 @@ def accelerator_of(parser: argparse.ArgumentParser, options: argparse.Namespace,
         gradient_accumulation_steps=options.accumulate,
         log_with=options.report_to,
         project_dir=options.out,
+        cpu=not torch.accelerator.is_available(),
         dynamo_plugin=TorchDynamoPlugin(backend="inductor", dynamic=True) if options.compile else None,
     )
+    if parse_flag_from_env("ACCELERATE_USE_FSDP") and accelerator.distributed_type != DistributedType.FSDP:
+        parser.error("accelerate: expected GPUs for FSDP, got none, where it would run DDP without a word. Use torchrun.")
     set_seed(values["seed"])  # before the model: fresh heads are the same in all processes and under every attention
     if options.report_to:
         accelerator.init_trackers(

@@ -199,6 +199,7 @@ def main(arguments: list[str] | None = None) -> int:
             shown = {what: round(value, 3) for what, value in result[name].items() if isinstance(value, float | int)}
             print(f"{name:<10}{shown}")
         print(f"trained in {trained:.0f} s; checkpoint, card and results in {options.out}")
+    accelerator.end_training()
     return 0
 
 
