@@ -74,7 +74,9 @@ def accelerator_of(parser: argparse.ArgumentParser, options: argparse.Namespace,
         dynamo_plugin=TorchDynamoPlugin(backend="inductor", dynamic=True) if options.compile else None,
     )
     if parse_flag_from_env("ACCELERATE_USE_FSDP") and accelerator.distributed_type != DistributedType.FSDP:
-        parser.error("accelerate: expected GPUs for FSDP, got none, where it would run DDP without a word. Use torchrun.")
+        parser.error(
+            "accelerate: expected GPUs for FSDP, got none, where it would run DDP without a word. Use torchrun."
+        )
     set_seed(values["seed"])  # before the model: fresh heads are the same in all processes and under every attention
     if options.report_to:
         accelerator.init_trackers(

@@ -229,6 +229,7 @@ def main(arguments: list[str] | None = None) -> int:
         shown = {name: round(result[name], 3) for name in ("loss", "perplexity", "bits_per_byte")}
         print(f"{shown} on {len(test)} held-out documents")
         print(f"trained in {trained:.0f} s; checkpoint and results in {options.out}")
+    accelerator.end_training()
     return 0
 
 

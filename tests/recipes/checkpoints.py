@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from transformers import BertTokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import BertTokenizer, PreTrainedTokenizerFast
 
 from families import build
 from hf_fullpay import AttentionPlan, Mixture
@@ -24,6 +25,15 @@ def tiny_bert(folder: Path, **changes: Any) -> Path:
     build("bert", **changes).save_pretrained(folder)
     vocabulary = {word: i for i, word in enumerate([*MARKS, *WORDS])}
     BertTokenizer(vocab=vocabulary).save_pretrained(folder)
+    return folder
+
+
+def tiny_llama(folder: Path) -> Path:
+    """A Llama of two layers with a tokenizer of whole words."""
+    build("llama").save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate([*MARKS, *WORDS])}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, bos_token="[CLS]", eos_token="[SEP]").save_pretrained(folder)
     return folder
 
 

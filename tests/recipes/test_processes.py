@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from checkpoints import RECIPES, learned, losses, texts, tiny_bert, values
+from checkpoints import RECIPES, learned, losses, texts, tiny_bert, tiny_llama, values
 from safetensors.torch import load_file
 
 SHARDED = {
@@ -22,6 +22,10 @@ FLAGS = {
     "finetune_text": lambda folder: [
         "--model", tiny_bert(folder / "bert"), "--data", texts(folder / "train.csv", 24),
         "--test", texts(folder / "test.csv", 9, seed=1),
+    ],
+    "finetune_lm": lambda folder: [
+        "--model", tiny_llama(folder / "llama"), "--data", texts(folder / "train.csv", 48),
+        "--test", texts(folder / "test.csv", 9, seed=1), "--length", "32",
     ],
 }  # fmt: skip
 STEPS = 3
