@@ -2,7 +2,8 @@
 
     python recipes/generate_long.py sdpa=runs/lm/sdpa-2/model lia=runs/lm/lia-2/model --out runs/long
     python recipes/generate_long.py sdpa=gpt2 fullpay=gpt2 band_causal=gpt2 --data mine.csv --out runs/long
-    python recipes/generate_long.py sdpa=runs/lm/sdpa-[234]/model lia=runs/lm/lia-[234]/model --out runs/long
+    python recipes/generate_long.py "sdpa=runs/lm/sdpa-[234]/model" "lia=runs/lm/lia-[234]/model" --out runs/long
+    torchrun --nproc-per-node 4 recipes/generate_long.py ...                 the checkpoints divided among processes
 
 An argument is NAME=CHECKPOINT, a folder or Hub id. Several checkpoints of a name (quoted wildcards, or the name again) are
 its trainings with different seeds, in the same order for every name. A converted checkpoint pays by its own plan and the
@@ -194,6 +195,42 @@ def told_of(place: str) -> dict[str, Any] | None:
     return {"perplexity": written.get("perplexity"), "parameters": written.get("setting", {}).get("parameters")}
 
 
+def texts_of_all(
+    models: dict[tuple[str, int], Any], prompts: Tensor, length: int, tokenizer: Any, values: dict[str, Any], state: Any
+) -> list[dict[str, Any]]:
+    """Every text of some checkpoints with its figures.
+
+    Args:
+        models: by name and number of the training.
+        prompts: (B, P) tokens.
+        length: tokens of a text, prompt included.
+        tokenizer: for reading.
+        values: of the config.
+        state: of the processes.
+    """
+    runs = [("greedy", 0)] + [("sampled", seed) for seed in range(values["seeds"])]
+    rows, given = [], prompts.shape[1]
+    with tqdm(total=len(models) * len(runs), desc="batches of texts", disable=not state.is_main_process) as bar:
+        for (name, training), model in models.items():
+            model.to(state.device)
+            for mode, seed in runs:
+                for prompt, tokens in enumerate(continued(model, prompts, length - given, mode, seed, values)):
+                    key = {"name": name, "training": training, "mode": mode, "seed": seed, "prompt": prompt}
+                    rows.append(key | repetition(tokens, given) | {"text": tokenizer.decode(tokens)})
+                bar.update()
+            model.cpu()
+    return rows
+
+
+def show(mode: str, name: str, figures: dict[str, Any]) -> None:
+    """A row for people."""
+    shown = [
+        f"{f} {figures[f + '_first']['mean']:.3f} -> {figures[f + '_last']['mean']:.3f}"
+        for f in ("distinct_1", "distinct_4", "repeated_4")
+    ]
+    print(f"{mode:<9}{name:<16}{'   '.join(shown)}")
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoints", nargs="+", metavar="NAME=CHECKPOINT")
@@ -208,7 +245,7 @@ def main(arguments: list[str] | None = None) -> int:
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     warnings.simplefilter("once", hf_fullpay.FullPayWarning)
-    state, origin = PartialState(), provenance(("accelerate",))
+    state, origin = PartialState(cpu=not torch.accelerator.is_available()), provenance(("accelerate",))
     out = folder(parser, options.out)
     with refusing(parser):
         named = checkpoints(options.checkpoints)
@@ -225,22 +262,10 @@ def main(arguments: list[str] | None = None) -> int:
             )
         documents = documents_of(options, tokenizer, length, values["prompts"])
         prompts = torch.tensor([document[: values["prompt"]] for document in documents])
-        pairs = [(name, at, place) for name, places in named.items() for at, place in enumerate(places)]
-        models = {(name, at): load(name, place) for name, at, place in pairs}
-    runs = [("greedy", 0)] + [("sampled", seed) for seed in range(values["seeds"])]
-    rows, began = [], time.perf_counter()
-    with state.split_between_processes(pairs) as mine:
-        bar = tqdm(total=len(mine) * len(runs), desc="texts", disable=not state.is_main_process)
-        for name, at, _ in mine:
-            model = models[name, at].to(state.device)
-            for mode, seed in runs:
-                texts = continued(model, prompts, length - values["prompt"], mode, seed, values)
-                for prompt, tokens in enumerate(texts):
-                    key = {"name": name, "training": at, "mode": mode, "seed": seed, "prompt": prompt}
-                    rows.append(key | repetition(tokens, values["prompt"]) | {"text": tokenizer.decode(tokens)})
-                bar.update()
-            models[name, at] = model.cpu()
-        bar.close()
+        models = {(name, at): load(name, place) for name, places in named.items() for at, place in enumerate(places)}
+    began = time.perf_counter()
+    with state.split_between_processes(list(models)) as mine:
+        rows = texts_of_all({key: models[key] for key in mine}, prompts, length, tokenizer, values, state)
     rows = gather_object(rows) if state.num_processes > 1 else rows
     result = {
         "provenance": origin, "values": values, "length": length, "data": options.data, "words": options.words,
@@ -256,14 +281,11 @@ def main(arguments: list[str] | None = None) -> int:
         (out / "generate_long.json").write_text(json.dumps(result, indent=2) + "\n")
         with (out / "generate_long_texts.jsonl").open("w") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
-        for mode, name, figures in [
-            ("", PEOPLE, result[PEOPLE]), *((row["mode"], row["name"], row["figures"]) for row in result["rows"])
-        ]:  # fmt: skip
-            shown = [
-                f"{f} {figures[f + '_first']['mean']:.3f} -> {figures[f + '_last']['mean']:.3f}"
-                for f in ("distinct_1", "distinct_4", "repeated_4")
-            ]
-            print(f"{mode:<9}{name:<16}{'   '.join(shown)}")
+        show("", PEOPLE, result[PEOPLE])
+        for row in result["rows"]:
+            show(row["mode"], row["name"], row["figures"])
+    if state.num_processes > 1:
+        state.destroy_process_group()
     return 0
 
 
