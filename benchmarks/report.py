@@ -17,6 +17,7 @@ from typing import Any
 from gpu_table import gpu
 from hf_fullpay import PRESETS, AttentionPlan, Blocks
 from hf_fullpay.backends import LACKS, lacks
+from hf_fullpay.diagnosis import MEASURES
 from peers import LEFT_OUT
 from plot import draw, is_stale, points
 
@@ -65,6 +66,21 @@ def presets() -> str:
         for name, plan in PRESETS.items()
     ]
     return table(["name", "what it does", "for", "promise over 512 visible keys"], rows)
+
+
+def checks() -> str:
+    """What `diagnose` measures, and the limits it asks by itself."""
+    signs = {"low": "<=", "high": ">="}
+    rows = [
+        [
+            measure.check,
+            f"`{measure.name}`",
+            measure.about.replace("|", "\\|") + (f" ({measure.unit})" if measure.unit else ""),
+            "" if measure.limit is None else f"{signs[str(measure.better)]} {measure.limit:g}",
+        ]
+        for measure in MEASURES.values()
+    ]
+    return table(["check", "measure", "what it is", "limit"], rows)
 
 
 def _fits(plan: AttentionPlan) -> str:
@@ -267,7 +283,7 @@ def _load(name: str) -> Any:
 
 TABLES = {
     "backends": backends, "presets": presets, "saved": saved, "speed": speed, "peers": peers, "growth": growth,
-    "decode": decode, "memory": memory, "demo": demo, "gpu": gpu_page,
+    "decode": decode, "memory": memory, "demo": demo, "gpu": gpu_page, "checks": checks,
 }  # fmt: skip
 
 if __name__ == "__main__":

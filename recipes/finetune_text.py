@@ -31,9 +31,9 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from arguments import accelerator_of, add_arguments, model_of
+from arguments import accelerator_of, add_arguments, config_of, model_of
 from data import checkpoint, splits
 from hf_fullpay.demo import CONTRAST
 from hf_fullpay.hf.cards import render_card
@@ -61,6 +61,8 @@ def encode(texts: list[str], tokenizer: Any, length: int, keep: str) -> list[lis
     start = next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
     before, after = whole[:start], whole[start + len(plain) :]
     room = length - len(before) - len(after)
+    if room < 1:
+        raise ValueError(f"--length: expected at least {length + 1 - room}, for one token and the marks, got {length}.")
     documents = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     return [before + kept(ids, room, keep) + after for ids in documents]
 
@@ -145,7 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
     origin = provenance(("accelerate",))
     with refusing(parser):
         place, known_as = checkpoint(options.model)
-        tokenizer, config = AutoTokenizer.from_pretrained(place), AutoConfig.from_pretrained(place)
+        config, tokenizer = config_of(options), AutoTokenizer.from_pretrained(place)
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
         options.length = length_of(options.length, config, tokenizer)

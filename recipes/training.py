@@ -59,7 +59,8 @@ class Order(Sampler[int]):
         self.rows, self.seed, self.epoch, self.done = rows, seed, 0, 0
 
     def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed((self.seed << 32) + self.epoch)
+        # Far apart, so that no epoch of one seed is that of another; PyTorch's generator takes 32 bits.
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self.epoch) % 2**32)
         yield from torch.randperm(self.rows, generator=generator)[self.done :].tolist()
 
     def __len__(self) -> int:

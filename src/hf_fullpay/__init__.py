@@ -7,11 +7,13 @@ Importing registers every preset of `PRESETS` with Transformers.
 """
 
 from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
 
 from hf_fullpay.attend import attention
 from hf_fullpay.backends import BACKENDS, backend
 from hf_fullpay.core.warning import FullPayWarning
-from hf_fullpay.diagnosis import diagnose
+from hf_fullpay.diagnosis import Report, Settings, calibrate, compare, diagnose, sensitivity, suggest
+from hf_fullpay.diagnosis.promises import Promise, Promises, check
 from hf_fullpay.hf.convert import convert, revert
 from hf_fullpay.hf.forecaster import FullPayForecaster, FullPayForecasterConfig, register_forecaster
 from hf_fullpay.hf.models import *  # noqa: F403
@@ -23,6 +25,9 @@ from hf_fullpay.plan import PRESETS, AttentionPlan
 from hf_fullpay.reach import Band, Blocks, Chunks, Full, WindowGlobal, Windows
 from hf_fullpay.scores import Bounded, DelayBias, DynamicScale, Plain
 
+if TYPE_CHECKING:
+    from hf_fullpay.hf.callback import DiagnoseCallback
+
 __all__ = [
     "BACKENDS",
     "PRESETS",
@@ -33,6 +38,7 @@ __all__ = [
     "Chunks",
     "Clamp",
     "DelayBias",
+    "DiagnoseCallback",
     "DynamicScale",
     "Full",
     "FullPayForecaster",
@@ -40,16 +46,25 @@ __all__ = [
     "FullPayWarning",
     "Mixture",
     "Plain",
+    "Report",
+    "Settings",
+    "Promise",
+    "Promises",
     "Softmax",
     "WindowGlobal",
     "Windows",
     "attention",
     "backend",
+    "calibrate",
+    "compare",
+    "check",
     "convert",
     "diagnose",
     "register",
     "revert",
+    "sensitivity",
     "sliding_cache",
+    "suggest",
     *CONFIGS,
     *MODELS,
 ]
@@ -59,3 +74,11 @@ __version__ = version("hf-fullpay")
 register_presets()
 register_models()
 register_forecaster()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "DiagnoseCallback":  # imported when used: Trainer alone takes a second
+        from hf_fullpay.hf.callback import DiagnoseCallback
+
+        return DiagnoseCallback
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from hf_fullpay.core.errors import check_count, check_flag, wrong
-from hf_fullpay.core.numbers import from_json, to_json
+from hf_fullpay.core.numbers import from_json, is_per_layer, to_json
 from hf_fullpay.payment import Clamp, Mixture, Payment, Softmax
 from hf_fullpay.reach import Band, Blocks, Chunks, Full, Reach, WindowGlobal, Windows
 from hf_fullpay.scores import Bounded, DelayBias, DynamicScale, Plain, Scores
@@ -103,13 +103,19 @@ class AttentionPlan:
         return self.reach.misfit(cross=cross, causal=causal, image=image) or scores
 
     def for_layers(self, total: int) -> list[AttentionPlan]:
-        """The plan of each of `total` layers: this one, or the ordinary attention.
+        """The plan of each of `total` layers: this one (with its own row of a table of bounds), or the ordinary attention.
 
         Raises:
-            ValueError: if the policy names a layer that the model does not have, or leaves one out.
+            ValueError: if the policy names a layer that the model does not have, or leaves one out, or a table of bounds
+                is for another number of layers.
         """
         chosen = _chosen(self.layers, total)
-        return [self if layer in chosen else ORDINARY for layer in range(total)]
+        return [self._of_layer(layer, total) if layer in chosen else ORDINARY for layer in range(total)]
+
+    def _of_layer(self, layer: int, total: int) -> AttentionPlan:
+        if not isinstance(self.scores, Bounded) or not self.scores.is_per_layer:
+            return self
+        return dataclasses.replace(self, scores=self.scores.for_layer(layer, total))
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form; `from_dict` is its exact inverse."""
@@ -232,9 +238,11 @@ def _words(part: Any) -> str:
 
 
 def _value(value: Any) -> str:
-    """A table of numbers by its size."""
-    is_table = isinstance(value, tuple) and value and isinstance(value[0], tuple)
-    return f"{len(value)} x {len(value)}" if is_table else repr(value)
+    """A table of numbers by its size, many numbers by their range."""
+    if is_per_layer(value):
+        return f"{len(value)} x {len(value[0])}"
+    many = isinstance(value, tuple) and len(value) > 4 and all(isinstance(entry, float) for entry in value)
+    return f"{min(value):.3g} to {max(value):.3g}" if many else repr(value)
 
 
 def _part(option: str, data: Any) -> Any:

@@ -1,13 +1,14 @@
 """The command line on tiny checkpoints: what it writes, and one sentence with exit code 2 when the input is wrong."""
 
 import json
+import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
 import transformers as t
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 import zoo
 from converted import learn, learned
@@ -75,6 +76,43 @@ def test_convert_with_a_plan_and_a_task(sources, tmp_path):
     assert run("convert", sources / "bert", tmp_path / "out", *words) == 0
     model = t.AutoModelForTokenClassification.from_pretrained(tmp_path / "out")
     assert plans(model)[1] == AttentionPlan(payment=Mixture(budget=0.4), layers=[1])
+
+
+@pytest.fixture
+def reader(sources, tmp_path):
+    """A checkpoint whose tokenizer knows several words, and documents."""
+    (tmp_path / "texts.txt").write_text("cat cat dog cat\n\ncat dog\ndog cat cat\n")
+    shutil.copytree(sources / "bert", tmp_path / "reader")
+    words = Tokenizer(models.WordLevel({"[PAD]": 0, "[UNK]": 1, "cat": 2, "dog": 3}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    t.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]").save_pretrained(tmp_path / "reader")
+    return tmp_path / "reader", "--text", tmp_path / "texts.txt"
+
+
+def test_calibrate_writes_a_plan_that_convert_reads(reader, tmp_path, capsys):
+    plan, words = tmp_path / "bounds.json", ("--batch", 2, "--reduction", 8)
+    assert run("calibrate", *reader, *words, "--attention", "bounded_fullpay", "--out", plan) == 0
+    written = AttentionPlan.from_dict(json.loads(plan.read_text()))
+    assert (len(written.scores.bound), written.payment) == (2, PRESETS["bounded_fullpay"].payment)
+    assert "8 times lower" in capsys.readouterr().out
+    assert run("convert", reader[0], tmp_path / "out", "--plan", plan) == 0
+    assert plans(t.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")) == written.for_layers(2)
+    assert run("calibrate", *reader, *words, "--plan", plan, "--budget", "100", "--out", plan) == 0
+    assert AttentionPlan.from_dict(json.loads(plan.read_text())).layers == "all_but_last"
+
+
+def test_calibrate_refuses(reader, tmp_path, capsys):
+    plan = tmp_path / "bounds.json"
+    for words, reason in (
+        (("--attention", "fullpay"), "a plan with Bounded scores"),
+        (("--reduction", 0), "reduction=...): expected"),
+        (("--out", tmp_path), "--out: expected a file"),
+        (("--out", tmp_path / "none" / "plan.json"), "--out: expected a file"),
+        (("--reduction", 100, "--budget", 0), "expected a layer that changes"),
+    ):
+        assert run("calibrate", *reader, "--out", plan, *words) == 2
+        assert reason in capsys.readouterr().err
+        assert not plan.exists()
 
 
 def test_preprocessors_come_along_where_there_are_any(sources, tmp_path, capsys):

@@ -42,7 +42,7 @@ def texts(path: Path, rows: int, seed: int = 0) -> Path:
     draw, lines = random.Random(seed), ["text,label"]
     for i in range(rows):
         label = draw.choice(["good", "bad"])
-        words = draw.choices(WORDS, k=draw.randrange(3, 20)) + [label]
+        words = [*draw.choices(WORDS, k=draw.randrange(3, 20)), label]
         draw.shuffle(words)
         if i % 3 == 0:
             words.insert(len(words) // 2, ", but")

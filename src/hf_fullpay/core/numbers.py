@@ -1,4 +1,4 @@
-"""Options that are one number or one number per head, and their JSON form."""
+"""Options that are one number, one number per head or one per layer and head, and their JSON form."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 PerHead = float | tuple[float, ...]
+PerLayer = tuple[tuple[float, ...], ...]
 
 
 def freeze(value: Any) -> Any:
@@ -74,9 +75,14 @@ def from_json(value: Any) -> Any:
     return math.inf if value == "Infinity" else value
 
 
-def largest(value: PerHead) -> float:
+def is_per_layer(value: Any) -> bool:
+    """Whether an option is a table, with a row for each layer."""
+    return isinstance(value, tuple) and bool(value) and all(isinstance(row, tuple) for row in value)
+
+
+def largest(value: PerHead | PerLayer) -> float:
     """Largest number of an option."""
-    return max(value) if isinstance(value, tuple) else value
+    return max(map(largest, value)) if isinstance(value, tuple) else value
 
 
 def smallest(value: PerHead) -> float:

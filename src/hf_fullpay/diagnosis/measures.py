@@ -36,6 +36,11 @@ class Measure:
     limit: float | None = None
     headline: str = "mean"
 
+    @property
+    def label(self) -> str:
+        """Title and unit."""
+        return f"{self.title} [{self.unit}]" if self.unit else self.title
+
     def keeps(self, value: float, limit: float) -> bool:
         """Whether a value keeps a limit; NaN keeps none."""
         return value <= limit if self.better == LOW else value >= limit

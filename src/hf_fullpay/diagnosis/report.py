@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from io import StringIO
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 from hf_fullpay.diagnosis.measures import MEASURES, Measure
 
 Values = float | list[Any]  # of the model, of layers [L], or of layers and heads [L][H]; NaN where there is none
+COLUMNS = ("check", "measure", "value", "uniform", "limit", "verdict", "worst")
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,16 @@ class Line:
     passed: bool | None
     worst: str
 
+    def words(self) -> list[str]:
+        """By `COLUMNS`."""
+        sign = {"low": "<=", "high": ">="}.get(self.measure.better or "", "")
+        return [
+            self.measure.check, self.measure.label, shown(self.value),
+            "" if self.uniform is None else shown(self.uniform),
+            "" if self.limit is None else f"{sign} {shown(self.limit)}".strip(),
+            verdict(self), self.worst,
+        ]  # fmt: skip
+
 
 @dataclass
 class Report:
@@ -158,9 +169,10 @@ class Report:
         return Line(measure, value, uniform, limit, passed, _worst(values, measure))
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form, with the lines spelt out; `from_dict` is its inverse. Numbers that are not finite become None."""
+        """JSON form, with the lines spelt out; `from_dict` is its inverse. NaN becomes None, infinity a word: a verdict
+        that an infinite number broke stays broken."""
         lines = [asdict(line) | {"measure": line.measure.name} for line in self.lines]
-        return _plain({**asdict(self), "passed": self.passed, "lines": lines})
+        return for_json({**asdict(self), "passed": self.passed, "lines": lines})
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Report:
@@ -187,7 +199,7 @@ class Report:
     def load(cls, path: str | Path) -> Report:
         """Read a report from report.json, or from the folder that holds it."""
         path = Path(path)
-        return cls.from_dict(json.loads((path / "report.json" if path.is_dir() else path).read_text()))
+        return cls.from_dict(json.loads((path / "report.json" if path.is_dir() else path).read_text(encoding="utf-8")))
 
     def to_pandas(self) -> Any:
         """A DataFrame with a row for every layer and head, and a column for every measure that has one number for each.
@@ -195,7 +207,7 @@ class Report:
         import pandas
 
         rows = []
-        heads = max((len(row) for values in self.values.values() for row in _rows(values)), default=1)
+        heads = max((len(row) for values in self.values.values() for row in rows_of(values)), default=1)
         for layer in range(len(self.layers)):
             for head in range(heads):
                 cells = {name: _cell(values, layer, head) for name, values in self.values.items()}
@@ -203,11 +215,33 @@ class Report:
         return pandas.DataFrame(rows)
 
     def to_markdown(self) -> str:
-        """The lines as a Markdown table."""
-        rows = ["| check | measure | value | uniform | limit | verdict | worst |", "| --- " * 7 + "|"]
-        for cells in self.cells():
-            rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-        return "\n".join([f"**{self.title}**", "", *rows, *(f"\n{note}" for note in self.findings.notes)])
+        """The lines and the tables as Markdown."""
+        from hf_fullpay.diagnosis import markdown
+
+        tables = [markdown.table(COLUMNS, self.cells())]
+        for table in self.findings.tables.values():
+            tables.append(markdown.table(table.columns, [[str(cell) for cell in row] for row in table.rows]))
+        return markdown.document(self.title, tables, self.findings.notes)
+
+    def save(self, folder: str | Path) -> Path:
+        """Write index.html (one page with every picture, which opens from disk), report.json and report.md.
+
+        Returns:
+            The page.
+
+        Raises:
+            ValueError: if the folder is a file or cannot be written.
+        """
+        from hf_fullpay.diagnosis import page
+
+        made = page.document({"": self}, COLUMNS, list(self.cells()), self.findings.notes)
+        return page.save(folder, made, self.to_json(), self.to_markdown())
+
+    def plot(self, name: str, path: str | Path | None = None) -> Any:
+        """One picture, as a matplotlib Figure: see `hf_fullpay.diagnosis.plots.plot`."""
+        from hf_fullpay.diagnosis.plots import plot
+
+        return plot(self, name, path)
 
     @property
     def title(self) -> str:
@@ -216,40 +250,51 @@ class Report:
         return f"{self.model}, {self.attention} ({self.plan}): {of.get('documents')} inputs, {of.get('tokens')} tokens"
 
     def cells(self) -> Iterator[list[str]]:
-        """The lines as words: check, measure, value, uniform, limit, verdict, worst."""
-        for line in self.lines:
-            of = line.measure
-            sign = {"low": "<=", "high": ">="}.get(of.better or "", "")
-            yield [
-                of.check, f"{of.title} [{of.unit}]" if of.unit else of.title, shown(line.value),
-                "" if line.uniform is None else shown(line.uniform),
-                "" if line.limit is None else f"{sign} {shown(line.limit)}",
-                verdict(line), line.worst,
-            ]  # fmt: skip
+        """The lines as words, by `COLUMNS`."""
+        return (line.words() for line in self.lines)
+
+    def _repr_html_(self) -> str:
+        from hf_fullpay.diagnosis import page
+
+        return page.fragment({"": self}, COLUMNS, list(self.cells()), self.findings.notes)
 
     def __rich__(self) -> Any:
-        from rich.table import Table as RichTable
-        from rich.text import Text
-
-        table = RichTable(title=Text(self.title), caption=Text("\n".join(self.findings.notes)), title_justify="left")
-        for name in ("check", "measure", "value", "uniform", "limit", "verdict", "worst"):
-            table.add_column(name, justify="right" if name in ("value", "uniform", "limit") else "left")
-        for cells in self.cells():
-            style = {"pass": "green", "FAIL": "bold red"}.get(cells[5], "")
-            table.add_row(*(Text(cell, style=style if cell == cells[5] else "") for cell in cells))
-        return table
+        return rich_table(self.title, COLUMNS, self.cells(), self.findings.notes)
 
     def __str__(self) -> str:
-        from rich.console import Console
+        return printed(self)
 
-        text = StringIO()
-        Console(file=text, width=132, color_system=None, legacy_windows=False).print(self)
-        return text.getvalue().rstrip()
+
+def rich_table(title: str, columns: Sequence[str], cells: Iterable[Sequence[str]], notes: Sequence[str]) -> Any:
+    """A table for terminals; verdicts in green and red."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    table = RichTable(
+        title=Text(title), caption=Text("\n".join(notes)), title_justify="left", caption_justify="left",
+        box=SIMPLE_HEAD, pad_edge=False,
+    )  # fmt: skip
+    for name in columns:
+        numeric = name in ("value", "uniform", "limit", "before", "after", "change")
+        table.add_column(name, justify="right" if numeric else "left", no_wrap=name == "measure")
+    for row in cells:
+        table.add_row(*(Text(cell, style={"pass": "green", "FAIL": "bold red"}.get(cell, "")) for cell in row))
+    return table
+
+
+def printed(table: Any) -> str:
+    """What rich prints, without colours."""
+    from rich.console import Console
+
+    text = StringIO()
+    Console(file=text, width=132, color_system=None, legacy_windows=False).print(table)
+    return text.getvalue().rstrip()
 
 
 def headline(values: Values, how: str) -> float:
     """One number of many: their mean, least or largest. NaN (a head that does not exist) is left out of it."""
-    numbers = [number for number in _flat(values) if not math.isnan(number)]
+    numbers = [number for number in flat(values) if not math.isnan(number)]
     if not numbers:
         return math.nan
     return {"mean": sum(numbers) / len(numbers), "min": min(numbers), "max": max(numbers)}[how]
@@ -266,7 +311,9 @@ def shown(number: float) -> str:
     """Three digits that a reader takes in at once."""
     if math.isnan(number) or math.isinf(number) or (number == int(number) and abs(number) < 1e4):
         return f"{number:g}"
-    return f"{number:.3g}" if 1e-3 <= abs(number) < 1e4 else f"{number:.1e}"
+    if 1e3 <= abs(number) < 1e4:
+        return f"{number:.0f}"
+    return f"{number:.3g}" if 1e-3 <= abs(number) < 1e3 else f"{number:.1e}"
 
 
 def _worst(values: Values, measure: Measure) -> str:
@@ -276,7 +323,7 @@ def _worst(values: Values, measure: Measure) -> str:
     sign = -1 if measure.better == "high" else 1
     found = [
         (sign * number, layer, head)
-        for layer, row in enumerate(_rows(values))
+        for layer, row in enumerate(rows_of(values))
         for head, number in enumerate(row)
         if not math.isnan(number)
     ]
@@ -287,7 +334,8 @@ def _worst(values: Values, measure: Measure) -> str:
     return f"{shown(sign * number)} in {where}"
 
 
-def _rows(values: Values) -> list[list[float]]:
+def rows_of(values: Values) -> list[list[float]]:
+    """Numbers by layer and head; one a layer counts as one head, and one number for all as no layer."""
     if not isinstance(values, list):
         return []
     return [row if isinstance(row, list) else [row] for row in values]
@@ -300,27 +348,30 @@ def _cell(values: Values, layer: int, head: int) -> float | None:
     return row if not isinstance(row, list) else row[head] if head < len(row) else math.nan
 
 
-def _flat(values: Any) -> Iterator[float]:
+def flat(values: Any) -> Iterator[float]:
+    """All numbers of nested lists."""
     if isinstance(values, Sequence):
         for value in values:
-            yield from _flat(value)
+            yield from flat(value)
     else:
         yield float(values)
 
 
-def _plain(value: Any) -> Any:
-    """For JSON, which knows neither NaN nor infinity."""
+def for_json(value: Any) -> Any:
+    """For JSON, which knows neither NaN nor infinity: None, and the words "Infinity" and "-Infinity"."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(entry) for key, entry in value.items()}
+        return {str(key): for_json(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return [for_json(entry) for entry in value]
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return None if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def _numbers(value: Any) -> Any:
-    """The other way: None was NaN."""
+    """The other way."""
     if isinstance(value, Mapping):
         return {key: _numbers(entry) for key, entry in value.items()}
     if isinstance(value, list):
         return [_numbers(entry) for entry in value]
-    return math.nan if value is None else value
+    return {None: math.nan, "Infinity": math.inf, "-Infinity": -math.inf}.get(value, value)

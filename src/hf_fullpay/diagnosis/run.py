@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from hf_fullpay.core.errors import check_number, wrong
+from hf_fullpay.diagnosis.as_found import as_found
 from hf_fullpay.diagnosis.gradients import check_reach
 from hf_fullpay.diagnosis.importance import check_heads
 from hf_fullpay.diagnosis.inputs import Batch, batches_of, documents_of, real_tokens, size_of
@@ -105,19 +105,6 @@ def diagnose(
         },
         findings=found, limits=limits,
     )  # fmt: skip
-
-
-@contextmanager
-def as_found(model: nn.Module) -> Iterator[None]:
-    """Eval mode and no gradients inside; every module back in its own mode afterwards, and the random state as it was."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 class _Pass:

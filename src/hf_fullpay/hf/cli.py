@@ -1,4 +1,4 @@
-"""The command line: hf-fullpay list | convert | inspect | diagnose | demo."""
+"""The command line: hf-fullpay list | convert | inspect | diagnose | check | calibrate | demo."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from hf_fullpay.hf.check_command import add_check
 from hf_fullpay.plan import PRESETS, AttentionPlan, with_options
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command; 0 when it worked, 2 with one sentence on the error output when the input was wrong, 141 (as a
-    shell has it) when nobody reads the output any more."""
+    """Run a command; 0 when it worked, 1 when `check` finds a broken promise, 2 with one sentence on the error output when
+    the input was wrong, 141 (as a shell has it) when nobody reads the output any more."""
     options = _parser().parse_args(arguments)
     try:
         code = options.run(options)
@@ -33,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"hf-fullpay {options.command}: expected readable weights, got a damaged file: {error}", file=sys.stderr)
         return 2
     except (ValueError, OSError, ImportError) as error:
-        print(f"hf-fullpay {options.command}: {str(error).removeprefix('convert: ')}", file=sys.stderr)
+        print(f"hf-fullpay {options.command}: {str(error).removeprefix(f'{options.command}: ')}", file=sys.stderr)
         return 2
     except Exception as error:  # a broken checkpoint can fail anywhere in Transformers; a user wants a sentence
         print(f"hf-fullpay {options.command}: {type(error).__name__}: {error}", file=sys.stderr)
@@ -73,7 +74,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_inputs(diagnose)
     diagnose.add_argument("--out", metavar="DIR", type=Path, help="write a page, report.json and report.md there")
     diagnose.add_argument("--attention", metavar="NAME", help="run the model under this attention instead of its own")
-    diagnose.add_argument("--against", metavar="NAME", help="compare with the same model under another attention")
+    diagnose.add_argument(
+        "--against", metavar="NAME", help="put the same model under another attention beside it, as what comes after"
+    )
     diagnose.add_argument("--checks", metavar="NAME", nargs="+", help="which checks (all)")
     diagnose.add_argument("--layers", metavar="N", nargs="+", type=int, help="which attention layers, from 0 (all)")
     diagnose.add_argument(
@@ -83,8 +86,31 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         help="the line a measure should keep, such as entropy=2.5",
     )
-    diagnose.add_argument("--strict", action="store_true", help="exit with 1 when a measure does not keep its line")
+    diagnose.add_argument(
+        "--strict",
+        action="store_true",
+        help="exit with 1 when a measure (after, with --against) does not keep its line",
+    )
     diagnose.set_defaults(run=_diagnose)
+
+    calibrate = commands.add_parser("calibrate", help="bounds per layer and head from your texts or images, as a plan")
+    calibrate.add_argument("model", metavar="MODEL", help="Hub id or folder")
+    _add_inputs(calibrate)
+    calibrate.add_argument(
+        "--out", metavar="FILE", type=Path, required=True, help="where the plan goes, for convert --plan"
+    )
+    base = calibrate.add_mutually_exclusive_group()
+    base.add_argument(
+        "--attention", metavar="NAME", choices=sorted(PRESETS), default="bounded", help="preset (bounded)"
+    )
+    base.add_argument("--plan", metavar="FILE", type=Path, help="a plan as JSON instead")
+    calibrate.add_argument("--reduction", type=float, default=4.0, help="how many times smaller logits get (4)")
+    calibrate.add_argument("--quantile", type=float, default=0.999, help="of the rows that count (0.999)")
+    calibrate.add_argument(
+        "--budget", type=float, help="only in the layers from the top down that change the model by at most this much"
+    )
+    calibrate.set_defaults(run=_calibrate)
+    add_check(commands)
 
     demo = commands.add_parser("demo", help="fine-tune a real encoder on long reviews, with its promises measured")
     demo.add_argument("--out", metavar="DIR", type=Path, default=Path("runs/demo"), help="where results go (runs/demo)")
@@ -273,11 +299,37 @@ def _diagnose(options: argparse.Namespace) -> int:
         model = load_model(options.model, attention)
         inputs = _inputs(options, model) if inputs is None else inputs
         reports.append(diagnose(model, inputs, **settings))
-    result = reports[0] if len(reports) == 1 else compare(reports[1], reports[0])
-    Console().print(result)
+    result = reports[0] if len(reports) == 1 else compare(*reports)
+    if sys.stdout.isatty():
+        Console().print(result)
+    else:
+        print(result)
     if options.out is not None:
         print(f"written: {result.save(options.out)}")
-    return 1 if options.strict and not reports[0].passed else 0
+    return 1 if options.strict and not reports[-1].passed else 0
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from hf_fullpay.diagnosis import calibrate, sensitivity
+    from hf_fullpay.hf.sources import load_model
+
+    base = _plan(options)
+    if options.out.is_dir() or not options.out.resolve().parent.is_dir():
+        raise ValueError(f"--out: expected a file in a folder that exists, got {options.out}.")
+    model = load_model(options.model)
+    inputs = _inputs(options, model)
+    found = calibrate(model, inputs, plan=base, reduction=options.reduction, quantile=options.quantile)
+    Console().print(found)
+    plan = found.plan()
+    if options.budget is not None:
+        bears = sensitivity(model, inputs, plan, budget=options.budget)
+        Console().print(bears)
+        plan = bears.suggestion()
+    options.out.write_text(json.dumps(plan.to_dict(), indent=1) + "\n")
+    print(f"{options.out}: {plan.describe()}; next: hf-fullpay convert {options.model} DST --plan {options.out}")
+    return 0
 
 
 def _demo(options: argparse.Namespace) -> int:

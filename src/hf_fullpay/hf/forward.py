@@ -137,7 +137,7 @@ def arguments_of(
         "allowed": allowed,
         "scaling": query.shape[-1] ** -0.5 if scaling is None else scaling,
         "bias": bias,
-        "strengths": _strengths(module, options.get(INPUT)),
+        "strengths": _strengths(layer, module, options.get(INPUT)),
         "given": {name: offered[name] for name in layer.plan.inputs if offered.get(name) is not None},
     }
 
@@ -145,7 +145,7 @@ def arguments_of(
 def unbound(module: nn.Module, name: str) -> Layer:
     """A module whose name was changed behind our back (a raw config assignment), or that stands alone."""
     plan = plan_of(getattr(module, "config", None), name)
-    if plan.layers != "all" or LAYER in plan.inputs:
+    if plan.layers != "all" or LAYER in plan.inputs or getattr(plan.scores, "is_per_layer", False):
         why = f"applies to layers {plan.layers!r} only" if plan.layers != "all" else "differs from layer to layer"
         raise ValueError(
             f"{type(module).__name__}: expected a module that knows its layer, since the plan of {name!r} {why}. Load "
@@ -243,9 +243,10 @@ def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
     return bool(is_causal)
 
 
-def _strengths(module: nn.Module, hidden_states: Tensor | None) -> dict[str, Tensor] | None:
-    """Learned numbers, read by calling their module, so that offloading, FSDP and PEFT hooks see it."""
-    strengths = getattr(module, STRENGTHS, None)
+def _strengths(layer: Layer, module: nn.Module, hidden_states: Tensor | None) -> dict[str, Tensor] | None:
+    """Learned numbers, read by calling their module, so that offloading, FSDP and PEFT hooks see it; None where the plan
+    that runs learns nothing."""
+    strengths = getattr(module, STRENGTHS, None) if layer.plan.is_learnable else None
     if strengths is None:
         return None
     return strengths(hidden_states)

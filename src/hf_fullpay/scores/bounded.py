@@ -18,14 +18,14 @@ tiles only.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from hf_fullpay.core.errors import check_choice, check_count, check_number, wrong
-from hf_fullpay.core.numbers import PerHead, freeze, largest
+from hf_fullpay.core.numbers import PerHead, PerLayer, freeze, is_per_layer, largest
 
 SMALLEST = 1e-6  # of bound and temperature: beyond it FP32 arithmetic has nothing left
 
@@ -35,14 +35,15 @@ class Bounded:
     """Scores compressed to at most `bound` (times tau) around the centre of their row.
 
     Args:
-        bound: limit of the compressed score, one number or one per head; None or infinity for no limit.
+        bound: limit of the compressed score, one number, one per head, or a table with a row of heads for each layer;
+            None or infinity for no limit.
         centre: "mean" (linear in N), "median" (lower median, exact) or "none".
         temperature: tau, a positive number, or "auto" for 1 / sqrt(n_i).
         slope: "preserve" (z = B tanh((s - m) / B), B = bound / tau: slope 1 at the centre), "sharpen" (B tanh((s - m) /
             bound): slope 1 / tau, for training anew) or "rescale" (the row shrunk until its largest |s - m| is B).
     """
 
-    bound: PerHead | None = 2.0
+    bound: PerHead | PerLayer | None = 2.0
     centre: str = "mean"
     temperature: float | str = "auto"
     slope: str = "preserve"
@@ -53,28 +54,66 @@ class Bounded:
         object.__setattr__(self, "bound", freeze(self.bound))
         object.__setattr__(self, "temperature", freeze(self.temperature))
         if self.bound is not None:
-            check_number("Bounded(bound=...)", self.bound, low=SMALLEST, finite=False, per_head=True)
+            self._check_bound()
         check_choice("Bounded(centre=...)", self.centre, ("mean", "median", "none"))
         check_choice("Bounded(slope=...)", self.slope, ("preserve", "sharpen", "rescale"))
-        if self.slope == "sharpen" and math.isinf(largest(self.limit)):
+        if self.slope == "sharpen" and math.isinf(self._widest):
             raise wrong("Bounded(bound=...)", 'a finite bound with slope="sharpen"', self.bound)
         if self.temperature != "auto":
             if isinstance(self.temperature, str):
                 raise wrong("Bounded(temperature=...)", 'a number in (0, inf] or "auto"', self.temperature)
             check_number("Bounded(temperature=...)", self.temperature, low=SMALLEST, high=1 / SMALLEST)
 
+    def _check_bound(self) -> None:
+        rows = self.bound if is_per_layer(self.bound) else (self.bound,)
+        for row in rows:  # type: ignore[union-attr]
+            check_number("Bounded(bound=...)", row, low=SMALLEST, finite=False, per_head=True)
+        if len(lengths := {len(row) for row in rows if isinstance(row, tuple)}) > 1:  # type: ignore[union-attr]
+            raise wrong("Bounded(bound=...)", "as many heads in every layer", sorted(lengths))
+
     @property
     def limit(self) -> PerHead:
-        """The bound, infinity when there is none."""
-        return math.inf if self.bound is None else self.bound
+        """The bound of a layer, infinity when there is none.
+
+        Raises:
+            ValueError: for a table, of which one layer alone cannot tell its row.
+        """
+        if self.is_per_layer:
+            raise wrong(
+                "Bounded(bound=...)", "one number or one per head for a single layer", "a table",
+                "A layer's own plan is plan.for_layers(number of layers)[layer].",
+            )  # fmt: skip
+        return math.inf if self.bound is None else self.bound  # type: ignore[return-value]
+
+    @property
+    def _widest(self) -> float:
+        return math.inf if self.bound is None else largest(self.bound)
+
+    @property
+    def is_per_layer(self) -> bool:
+        """Whether every layer has a bound of its own."""
+        return is_per_layer(self.bound)
+
+    def for_layer(self, layer: int, total: int) -> Bounded:
+        """What one of `total` layers runs: its own row of a table.
+
+        Raises:
+            ValueError: if the table is for another number of layers.
+        """
+        if not self.is_per_layer:
+            return self
+        table: PerLayer = self.bound  # type: ignore[assignment]
+        if len(table) != total:
+            raise wrong("Bounded(bound=...)", f"a row for each of the {total} layers", f"{len(table)} rows")
+        return replace(self, bound=table[layer])
 
     def certificate(self, n: int) -> tuple[float, float]:
         """Least and largest weight that any of n visible keys can get, whatever the scores.
 
-        The widest head decides. Without a bound this is (0, 1).
+        The widest head, of all layers, decides. Without a bound this is (0, 1).
         """
         check_count("certificate(n)", n)
-        width = largest(self.limit) / temperature_of(self.temperature, float(n))
+        width = self._widest / temperature_of(self.temperature, float(n))
         if n == 1:
             return 1.0, 1.0
         # Written with exp(-2B) alone, which cannot overflow.
@@ -124,7 +163,7 @@ def bounded_scores(
         (B, H, N, M); entries at hidden keys have no meaning.
     """
     counts = visible.sum(-1, keepdim=True).to(scores.dtype)
-    centred = scores - _centre(scores, visible, centre)
+    centred = scores - centre_of(scores, visible, centre)
     width, amplitude = width_and_amplitude(bound, temperature, slope, counts)
     if slope == "rescale":
         span = centred.abs().masked_fill(~visible, 0).amax(-1, keepdim=True)
@@ -136,8 +175,8 @@ def bounded_scores(
     return torch.where(unlimited, centred, compressed)
 
 
-def _centre(scores: Tensor, visible: Tensor, centre: str) -> Tensor:
-    """m_i over the visible keys of every row, (B, H, N, 1)."""
+def centre_of(scores: Tensor, visible: Tensor, centre: str) -> Tensor:
+    """m_i over the visible keys of every row, (B, H, N, 1); arguments as in `bounded_scores`."""
     counts = visible.sum(-1, keepdim=True)
     if centre == "mean":
         return scores.masked_fill(~visible, 0).sum(-1, keepdim=True) / counts.clamp_min(1)
