@@ -39,7 +39,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GPT2Config,
@@ -47,7 +46,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from arguments import accelerator_of, add_arguments, model_of
+from arguments import accelerator_of, add_arguments, config_of, model_of
 from data import checkpoint
 from documents import add_data_arguments, encode, held_out, marks, pieces, texts_of
 from hf_fullpay.hf.cards import render_card
@@ -90,10 +89,9 @@ def length_of(options: argparse.Namespace) -> int:
     Raises:
         ValueError: for more than the model has positions, or for a row that predicts nothing.
     """
-    positions = LENGTH if options.model is None else None
+    positions = LENGTH
     if options.model is not None:
-        config = AutoConfig.from_pretrained(checkpoint(options.model)[0])
-        positions = getattr(config, "max_position_embeddings", None)
+        positions = getattr(config_of(options), "max_position_embeddings", None)
         if positions is not None and (options.length or 0) > positions:
             raise ValueError(
                 f"--length: expected at most {positions}, the positions of the model, got {options.length}."
