@@ -65,7 +65,9 @@ def compare(results: list[dict[str, Any]], figures: list[str], against: str) -> 
     shared = None
     for result in results:
         values = dict(result["values"])
-        seed, same = values.pop("seed"), {"values": values, "setting": result.get("setting")}
+        setting = dict(result.get("setting") or {})
+        setting.pop("parameters", None)  # some attentions have learned numbers
+        seed, same = values.pop("seed"), {"values": values, "setting": setting}
         if shared not in (None, same):
             raise ValueError(f"expected runs that differ in attention and seed alone, got {shared} and {same}.")
         shared = same

@@ -13,7 +13,7 @@ def write(folder, attention, seed, loss, **values):
     origin = {"command": f"run {attention}", "commit": "abc", "versions": {}, "device": "cpu", "threads": 1}
     written = {
         "provenance": origin, "values": {"seed": seed, "batch": 2} | values, "attention": attention,
-        "all": {"loss": loss}, "cpu_seconds": 2,
+        "all": {"loss": loss}, "cpu_seconds": 2, "setting": {"length": 8, "parameters": 100 + len(attention)},
     }  # fmt: skip
     (folder / "results.json").write_text(json.dumps(written))
 
