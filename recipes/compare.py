@@ -119,10 +119,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("runs", nargs="+", type=Path, metavar="DIR", help="--out of a finished run")
     parser.add_argument("--figures", nargs="+", required=True, metavar="NAME", help='numbers, such as "all.accuracy"')
     parser.add_argument("--against", default="sdpa", metavar="NAME", help="attention to compare with (sdpa)")
+    parser.add_argument("--note", metavar="TEXT", help="what a reader of the table must know; kept in it")
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON file for the table")
     options = parser.parse_args(arguments)
     with refusing(parser):
         result = compare([read(folder) for folder in options.runs], options.figures, options.against)
+        if options.note:
+            result["note"] = options.note
         if options.out is not None:
             options.out.write_text(json.dumps(result, indent=2) + "\n")
     for row in result["rows"]:

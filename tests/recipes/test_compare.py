@@ -27,7 +27,15 @@ def runs(tmp_path):
 
 
 def test_numbers(runs, capsys):
-    arguments = [*map(str, sorted(runs.iterdir())), "--figures", "all.loss", "--out", str(runs / "table.json")]
+    arguments = [
+        *map(str, sorted(runs.iterdir())),
+        "--figures",
+        "all.loss",
+        "--note",
+        "small",
+        "--out",
+        str(runs / "table.json"),
+    ]
     assert recipe.main(arguments) == 0
     assert "+0.6667 +- 0.1667" in capsys.readouterr().out
     result = json.loads((runs / "table.json").read_text())
@@ -39,6 +47,7 @@ def test_numbers(runs, capsys):
     assert rows["lia"]["difference"]["all.loss"] == {"mean": pytest.approx(2 / 3), "error": pytest.approx(1 / 6)}
     assert result["provenance"]["cpu_seconds"] == 12
     assert result["seeds"] == [0, 1, 2]
+    assert result["note"] == "small"
 
 
 def test_one_seed_has_no_error():
