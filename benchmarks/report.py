@@ -8,6 +8,7 @@ A table stands between `<!-- table:NAME, ... -->` and `<!-- end -->`.
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import sys
@@ -66,6 +67,19 @@ def presets() -> str:
         for name, plan in PRESETS.items()
     ]
     return table(["name", "what it does", "for", "promise over 512 visible keys"], rows)
+
+
+def recipes() -> str:
+    """Every recipe with the first line of what it says of itself."""
+    scripts = sorted((ROOT / "recipes").glob("*.py"))
+    told = {path: ast.get_docstring(ast.parse(path.read_text())) or "" for path in scripts}
+    # A recipe opens with its command; the other files are parts of recipes.
+    rows = [
+        [f"`recipes/{path.name}`", text.split("\n\n")[0].replace("\n", " ")]
+        for path, text in told.items()
+        if re.search(rf"(?m)^    \S.*recipes/{path.name}", text)
+    ]
+    return table(["recipe", "what it does"], rows)
 
 
 def checks() -> str:
@@ -283,7 +297,7 @@ def _load(name: str) -> Any:
 
 TABLES = {
     "backends": backends, "presets": presets, "saved": saved, "speed": speed, "peers": peers, "growth": growth,
-    "decode": decode, "memory": memory, "demo": demo, "gpu": gpu_page, "checks": checks,
+    "decode": decode, "memory": memory, "demo": demo, "gpu": gpu_page, "checks": checks, "recipes": recipes,
 }  # fmt: skip
 
 if __name__ == "__main__":

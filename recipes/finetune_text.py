@@ -186,12 +186,14 @@ def main(arguments: list[str] | None = None) -> int:
     }
     card = None
     if hasattr(bare(accelerator, model).config, "fullpay"):
+        how_long = f"{options.steps} steps" if options.steps else f"{values['epochs']} epochs"
         accuracy, f1 = (
             f"{result['all'][name]:.3f} on {len(test)} held-out documents" for name in ("accuracy", "macro_f1")
         )
         card = render_card(
             bare(accelerator, model), base_model=known_as, measured={"accuracy": accuracy, "macro F1": f1},
-            training=f"Fine-tuned on {len(train)} documents of {Path(options.data).name} by `{origin['command']}`.",
+            training=f"Fine-tuned on {len(train)} documents of {Path(options.data).name} (at most {options.length} tokens, "
+            f"the {options.keep} of longer ones) for {how_long} by recipes/finetune_text.py.",
         )  # fmt: skip
     save_model(accelerator, model, options.out / "model", tokenizer, card=card)
     if accelerator.is_main_process:

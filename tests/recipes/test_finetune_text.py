@@ -44,7 +44,8 @@ def test_run(folder, tmp_path):
     assert model.config.label2id == {"bad": 0, "good": 1}
     card = (tmp_path / "model" / "README.md").read_text()
     assert f"| accuracy | {result['all']['accuracy']:.3f} on 9 held-out documents |" in card
-    assert "finetune_text.py" in card
+    assert "on 40 documents of train.csv (at most 160 tokens, the tail of longer ones) for 40 steps" in card
+    assert str(folder) not in card
 
     # What is reloaded answers as what was trained.
     answer = transformers.pipeline("text-classification", model=str(tmp_path / "model"))
