@@ -8,12 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-<<<<<<< HEAD
-from transformers import BertTokenizer, ViTImageProcessorPil
-=======
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import BertTokenizer, PreTrainedTokenizerFast
->>>>>>> wip-lm
+from transformers import BertTokenizer, PreTrainedTokenizerFast, ViTImageProcessorPil
 
 from families import build
 from hf_fullpay import AttentionPlan, Mixture
@@ -32,21 +28,21 @@ def tiny_bert(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-<<<<<<< HEAD
 def tiny_vit(folder: Path) -> Path:
     """A ViT of two layers with its image processor."""
     model = build("vit")
     model.save_pretrained(folder)
     side = model.config.image_size
     ViTImageProcessorPil(size={"height": side, "width": side}).save_pretrained(folder)
-=======
+    return folder
+
+
 def tiny_llama(folder: Path) -> Path:
     """A Llama of two layers with a tokenizer of whole words."""
     build("llama").save_pretrained(folder)
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate([*MARKS, *WORDS])}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, bos_token="[CLS]", eos_token="[SEP]").save_pretrained(folder)
->>>>>>> wip-lm
     return folder
 
 

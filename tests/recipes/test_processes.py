@@ -10,11 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-<<<<<<< HEAD
-from checkpoints import RECIPES, learned, losses, texts, tiny_bert, tiny_vit, values
-=======
-from checkpoints import RECIPES, learned, losses, texts, tiny_bert, tiny_llama, values
->>>>>>> wip-lm
+from checkpoints import RECIPES, learned, losses, texts, tiny_bert, tiny_llama, tiny_vit, values
 from safetensors.torch import load_file
 
 SHARDED = {
@@ -27,14 +23,11 @@ FLAGS = {
         "--model", tiny_bert(folder / "bert"), "--data", texts(folder / "train.csv", 24),
         "--test", texts(folder / "test.csv", 9, seed=1),
     ],
-<<<<<<< HEAD
     "finetune_vision": lambda folder: ["--model", tiny_vit(folder / "vit"), "--train-rows", 24, "--test-rows", 9],
-=======
     "finetune_lm": lambda folder: [
         "--model", tiny_llama(folder / "llama"), "--data", texts(folder / "train.csv", 48),
         "--test", texts(folder / "test.csv", 9, seed=1), "--length", "32",
     ],
->>>>>>> wip-lm
 }  # fmt: skip
 STEPS = 3
 
