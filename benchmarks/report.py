@@ -87,7 +87,7 @@ def checks() -> str:
     signs = {"low": "<=", "high": ">="}
     rows = [
         [
-            measure.check,
+            "roles, by `head_roles`" if measure.check == "roles" else measure.check,
             f"`{measure.name}`",
             measure.about.replace("|", "\\|") + (f" ({measure.unit})" if measure.unit else ""),
             "" if measure.limit is None else f"{signs[str(measure.better)]} {measure.limit:g}",

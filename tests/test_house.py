@@ -67,6 +67,12 @@ def test_calls_go_one_way(path):
             assert room == "hf" or drawing, f"{path}: only hf may import {name}"
 
 
+def test_names_of_test_files_are_unique():
+    """pytest imports them by their name alone."""
+    names = [path.name for path in Path(__file__).parent.rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
+
+
 def test_kernels_folder_stays_a_folder():
     assert not (SOURCE.parent.parent / "kernels" / "__init__.py").exists()
 

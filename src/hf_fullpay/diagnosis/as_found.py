@@ -23,6 +23,7 @@ def as_found(model: nn.Module) -> Iterator[None]:
         stack.enter_context(torch.random.fork_rng(devices=sorted(cuda)))
         if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it takes a second
             stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(torch.inference_mode(False))  # some checks need gradients
         stack.enter_context(torch.no_grad())
         stack.callback(_restore, modes)
         model.eval()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from hf_fullpay.core.errors import check_number, wrong
 from hf_fullpay.core.numbers import PerLayer
-from hf_fullpay.diagnosis.inputs import batches_of, real_tokens
+from hf_fullpay.diagnosis.inputs import batches_of, real_tokens, without_labels
 from hf_fullpay.diagnosis.report import Curve, Findings, Table
 from hf_fullpay.diagnosis.run import as_found
 from hf_fullpay.diagnosis.tables import as_text, rich_table
@@ -149,7 +149,7 @@ def calibrate(
         with watch(body, see):
             for batch in batches_of(inputs, body):
                 real[0] = real_tokens(batch)
-                body(**{name: value for name, value in batch.items() if name != "labels"} | no_cache(body))
+                body(**without_labels(batch, body) | no_cache(body))
         total = tried.total
     found = [[one for (index, _), one in heads.items() if index == layer] for layer in range(total)]
     if silent := [layer for layer, row in enumerate(found) if not row]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,9 @@ class Comparison:
             alone = [line.measure.title for line in ours.lines if line.measure.name not in theirs.values]
             if alone:
                 notes.append(f"Measured only {side}: {', '.join(alone)}.")
+        for what, told in _TOLD.items():
+            if told(self.before) != told(self.after):
+                notes.append(f"The {what} of the two sides differ.")
         shapes = [_shape(report) for report in (self.before, self.after)]
         if shapes[0] != shapes[1]:
             notes.append(
@@ -168,6 +171,13 @@ def compare(before: Report, after: Report) -> Comparison:
         if not isinstance(report, Report):
             raise wrong(side, "a Report (see hf_fullpay.diagnose and Report.load)", report)
     return Comparison(before, after)
+
+
+_TOLD: dict[str, Callable[[Report], Any]] = {
+    "models": lambda report: report.model,
+    "inputs": lambda report: [report.data.get(name) for name in ("documents", "tokens", "longest")],
+    "limits": lambda report: report.limits,
+}
 
 
 def _shape(report: Report) -> str:

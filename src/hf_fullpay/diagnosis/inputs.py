@@ -53,10 +53,12 @@ def real_tokens(batch: Batch) -> Tensor | None:
 
 
 def documents_of(batch: Batch) -> Iterator[Batch]:
-    """Each document of a batch alone, without its padding."""
+    """Each document of a batch alone, without its padding; one that is nothing but padding is left out."""
     real = real_tokens(batch)
     size = max(tensor.shape[0] for tensor in batch.values() if tensor.ndim)
     for number in range(size):
+        if real is not None and not real[number].any():
+            continue  # nothing but padding
         document = {}
         for name, tensor in batch.items():
             if tensor.ndim == 0 or tensor.shape[0] != size:
@@ -68,6 +70,19 @@ def documents_of(batch: Batch) -> Iterator[Batch]:
             elif name != "attention_mask":
                 document[name] = tensor[number : number + 1]
         yield document
+
+
+def without_labels(batch: Batch, model: nn.Module) -> Batch:
+    """What the body of a model reads of a batch: not the labels, unless its decoder reads them, shifted; where nothing is
+    said of the decoder it reads the encoder's text, as BART does by itself."""
+    given = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    config: Any = getattr(model, "config", None)
+    if not getattr(config, "is_encoder_decoder", False) or any(name.startswith("decoder_input") for name in given):
+        return given
+    shift, read = getattr(model, "_shift_right", None), batch.get("labels", batch.get("input_ids"))
+    if shift is not None and read is not None:
+        given["decoder_input_ids"] = shift(read)
+    return given
 
 
 def cut(document: Batch, length: int) -> Batch:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from hf_fullpay.diagnosis.inputs import Batch, documents_of, real_tokens
+from hf_fullpay.diagnosis.inputs import Batch, documents_of, real_tokens, without_labels
 from hf_fullpay.diagnosis.ledger import Ledger
 from hf_fullpay.hf.unwrap import no_cache
 from hf_fullpay.hf.watch import Seen, watch
@@ -78,7 +78,7 @@ def _outputs(model: nn.Module, batch: Batch) -> tuple[dict[int, Tensor], bool]:
 
     torch.manual_seed(0)  # some models draw masks in eval mode too; `as_found` puts the random state back
     with watch(model, see):
-        model(**{name: tensor for name, tensor in batch.items() if name != "labels"}, **no_cache(model))
+        model(**without_labels(batch, model), **no_cache(model))
     return found, all(causal)
 
 

@@ -44,7 +44,7 @@ def check_leak(model: nn.Module, batches: list[Batch], settings: Settings) -> Fi
             return found
         last = states.outputs[-1]
         real = torch.cat(texts_of(inputs, last.shape[1], last.device))
-        for place in sorted({0, len(real) // 2, len(real) - 2}) if len(real) > 1 else ():
+        for place in sorted({0, (len(real) - 1) // 2, len(real) - 2}) if len(real) > 1 else ():
             kept, later = real[: place + 1], real[place + 1 :]
             moved = _exchanged(model, inputs, later, generator)
             leaks.append([

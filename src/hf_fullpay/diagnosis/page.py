@@ -4,6 +4,7 @@ without scripts. The look is in page.css, the script in page.js; both are put in
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from html import escape
 from importlib import resources
@@ -103,17 +104,31 @@ def save(folder: str | Path, html: str, json: str, markdown: str) -> Path:
     Raises:
         ValueError: if the folder is a file or cannot be written.
     """
-    folder = Path(folder)
-    if folder.exists() and not folder.is_dir():
-        raise wrong("save", "a folder, or one to be made", str(folder), "There is a file of that name.")
+    folder = writable(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         for name, text in (("index.html", html), ("report.json", json), ("report.md", markdown)):
             # Half a character, as a cut text may end with, becomes a reference instead of an error.
             (folder / name).write_text(text, encoding="utf-8", errors="xmlcharrefreplace")
     except OSError as error:
         raise wrong("save", "a folder that can be written", str(folder), f"{error.strerror}.") from error
     return folder / "index.html"
+
+
+def writable(folder: str | Path) -> Path:
+    """A folder that files can be written to; made if it is not there.
+
+    Raises:
+        ValueError: if it is a file or cannot be written.
+    """
+    folder = Path(folder)
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise wrong("save", "a folder, or one to be made", str(folder), "There is a file of that name.")
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise wrong("save", "a folder that can be written", str(folder), f"{error.strerror}.") from error
 
 
 def _head(side: str, report: Report) -> str:

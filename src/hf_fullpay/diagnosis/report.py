@@ -187,8 +187,13 @@ class Report:
                 parts[name] = {key: kind(**_numbers(value)) for key, value in parts[name].items()}
             parts["values"], parts["uniform"] = _numbers(parts["values"]), _numbers(parts["uniform"])
             names = ("model", "attention", "plan", "layers", "data", "limits")
-            return cls(findings=Findings(**parts), **{name: data[name] for name in names})
-        except (KeyError, TypeError, AttributeError) as error:
+            words = [data[name] for name in ("model", "attention", "plan")]
+            if not all(isinstance(word, str) for word in words) or not isinstance(data["layers"], list):
+                raise TypeError("names that are no words")
+            made = cls(findings=Findings(**parts), **{name: data[name] for name in names})
+            str(made.lines) + made.title  # what was tampered with shows here
+            return made
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"report: expected the JSON of a report, got something else: {error!r}.") from error
 
     def to_json(self) -> str:
@@ -247,7 +252,9 @@ class Report:
     def title(self) -> str:
         """Model, attention and data in one line."""
         of = self.data
-        return f"{self.model}, {self.attention} ({self.plan}): {of.get('documents')} inputs, {of.get('tokens')} tokens"
+        inputs = "1 input" if of.get("documents") == 1 else f"{of.get('documents')} inputs"
+        tokens = f", {of['tokens']} tokens" if of.get("tokens") else ""
+        return f"{self.model}, {self.attention} ({self.plan}): {inputs}{tokens}"
 
     def cells(self) -> Iterator[list[str]]:
         """The lines as words, by `COLUMNS`."""
@@ -350,7 +357,7 @@ def _cell(values: Values, layer: int, head: int) -> float | None:
 
 def flat(values: Any) -> Iterator[float]:
     """All numbers of nested lists."""
-    if isinstance(values, Sequence):
+    if isinstance(values, list | tuple):
         for value in values:
             yield from flat(value)
     else:

@@ -15,7 +15,7 @@ from hf_fullpay.core.errors import check_number, wrong
 from hf_fullpay.diagnosis.as_found import as_found
 from hf_fullpay.diagnosis.gradients import check_reach
 from hf_fullpay.diagnosis.importance import check_heads
-from hf_fullpay.diagnosis.inputs import Batch, batches_of, documents_of, real_tokens, size_of
+from hf_fullpay.diagnosis.inputs import Batch, batches_of, documents_of, real_tokens, size_of, without_labels
 from hf_fullpay.diagnosis.leaks import check_leak
 from hf_fullpay.diagnosis.measures import CHECKS, MEASURES
 from hf_fullpay.diagnosis.positions import check_positions
@@ -90,10 +90,12 @@ def diagnose(
             found.notes.append(f"Left out, since they need a finite model: {', '.join(probes)}.")
             probes = []
         for name in tqdm(probes, desc="checks", unit="check", disable=not progress, leave=False):
-            documents = reading.kept if name == "sinks" else reading.kept[: settings.documents]
-            found.add(_only(PROBES[name](model, documents, settings), layers, len(reading.paths)))
+            found.add(_only(PROBES[name](model, reading.kept, settings), layers, len(reading.paths)))
+        if any(name != "sinks" for name in probes) and len(reading.kept) > settings.documents:
+            few = ", ".join(name for name in probes if name != "sinks")
+            found.notes.append(f"Looked at {settings.documents} inputs with most tokens only: {few}.")
     dtype = next(model.parameters()).dtype
-    if dtype in (torch.bfloat16, torch.float16) and "error" not in (thresholds or {}):
+    if reading.is_rounded and "error" not in (thresholds or {}):
         limits["error"] = 0.05  # what the model computed is rounded to its type
     attention, plan = label_of(model)
     return Report(
@@ -119,6 +121,7 @@ class _Pass:
         self.real: Tensor | None = None
         self.paths: list[str] = []
         self.kept: list[Batch] = []
+        self.is_rounded = False  # whether the model computes in half precision, of its own or under autocast
         self.data: dict[str, Any] = {"documents": 0, "tokens": 0, "longest": 0}
 
     def run(self, model: nn.Module, batches: Iterable[Batch]) -> Findings:
@@ -129,7 +132,7 @@ class _Pass:
         """
         for number, batch in enumerate(batches):
             self.real = real_tokens(batch)
-            given = {name: tensor for name, tensor in batch.items() if name != "labels"}
+            given = without_labels(batch, model)
             with watch(model, self._see), watch_blocks(model, leave=self._leave):
                 model(**given, **no_cache(model))
             if number == 0:
@@ -138,7 +141,7 @@ class _Pass:
             self.data["documents"] += documents
             self.data["tokens"] += tokens
             if len(self.kept) < KEPT:
-                self.kept += list(documents_of(batch))[: KEPT - len(self.kept)]
+                self.kept += list(documents_of(batch | given))[: KEPT - len(self.kept)]
         found = Findings()
         for stream in self.streams:
             found.add(stream.findings(len(self.paths)))
@@ -149,6 +152,7 @@ class _Pass:
         if seen.index == len(self.paths):
             again = sum(path.split(" ")[0] == seen.path for path in self.paths)
             self.paths.append(f"{seen.path} (call {again + 1})" if again else seen.path)
+        self.is_rounded |= seen.output.dtype in (torch.bfloat16, torch.float16)
         queries = seen.query.shape[2]
         self.data["longest"] = max(self.data["longest"], queries)
         if self.layers is not None and seen.index not in self.layers:
@@ -174,13 +178,19 @@ def _checks(checks: Iterable[str] | None) -> list[str]:
         return known
     if isinstance(checks, str):
         checks = [checks]
+    if not isinstance(checks, Iterable):
+        raise wrong("checks", f"names out of {known}", checks)
     chosen = list(checks)
+    if not chosen:
+        raise wrong("checks", f"names out of {known}, or None for all", chosen)
     if unknown := [name for name in chosen if name not in known]:
         raise wrong("checks", f"names out of {known}", unknown)
     return chosen
 
 
 def _limits(thresholds: Mapping[str, float | None] | None) -> dict[str, float]:
+    if thresholds is not None and not isinstance(thresholds, Mapping):
+        raise wrong("thresholds", "a dict of limits by measure", thresholds)
     limits = {name: measure.limit for name, measure in MEASURES.items()} | dict(thresholds or {})
     ruled = sorted(name for name, measure in MEASURES.items() if measure.better)
     if unknown := sorted(set(limits) - set(ruled) - set(MEASURES)):

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from hf_fullpay.diagnosis.inputs import Batch, cut
+from hf_fullpay.diagnosis.inputs import Batch, cut, without_labels
 from hf_fullpay.diagnosis.report import Findings
 from hf_fullpay.diagnosis.settings import Settings
 from hf_fullpay.hf.unwrap import body_of, no_cache
@@ -32,27 +32,31 @@ def check_sinks(model: nn.Module, documents: list[Batch], settings: Settings) ->
         settings: not used.
     """
     totals: dict[int, Tensor] = {}
+    uniform: dict[int, Tensor] = {}
     body = body_of(model)
     lengths: set[int] = set()
 
     def see(seen: Seen) -> None:
-        sums = rows = torch.zeros(())
+        sums = even = rows = torch.zeros(())
         for start, stop in seen.tiles():
             tile = seen.rows(start, stop)
             sums = sums + tile.weights.sum(-2)
+            even = even + (tile.paid / tile.paid.sum(-1, keepdim=True).clamp_min(1)).sum(-2)
             rows = rows + tile.paid.sum(-2)
-        means = sums / rows.clamp_min(1)
-        lengths.add(means.shape[-1])
-        largest = means[..., : max(1, means.shape[-1] // 2)].amax(-1)
-        totals[seen.index] = totals.get(seen.index, 0) + largest.sum(0).double().cpu()
+        lengths.add(sums.shape[-1])
+        half = max(1, sums.shape[-1] // 2)
+        for found, sum_of in ((totals, sums), (uniform, even)):
+            largest = (sum_of / rows.clamp_min(1))[..., :half].amax(-1)
+            found[seen.index] = found.get(seen.index, 0) + largest.sum(0).double().cpu()
 
     long = [document for document in documents if _length(document) >= LENGTH]
     chosen = [cut(document, LENGTH) for document in long] or documents
     with watch(body, see):
         for document in chosen:
-            body(**{name: tensor for name, tensor in document.items() if name != "labels"}, **no_cache(body))
+            body(**without_labels(document, body), **no_cache(body))
     found = Findings()
     found.values["sink"] = [(totals[index] / len(chosen)).tolist() for index in sorted(totals)]
+    found.uniform["sink"] = [(uniform[index] / len(chosen)).tolist() for index in sorted(uniform)]
     heads = [number for row in found.values["sink"] for number in row if not math.isnan(number)]  # type: ignore[union-attr]
     found.values["sink_heads"] = sum(number > LEVEL for number in heads) / max(len(heads), 1)
     if lengths != {LENGTH}:

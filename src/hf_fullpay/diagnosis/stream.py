@@ -67,7 +67,8 @@ class Tile:
     def below(self, level: Tensor | float) -> Tensor:
         """How many keys of each row have a weight under a positive level (B or 1, H or 1, R, 1), (B, H, R). Hidden keys
         weigh exactly nothing, so they are counted and taken off again."""
-        return (self.rows.weights < level).sum(-1) - (self.rows.weights.shape[-1] - self.counts)
+        few = (self.rows.weights < level).sum(-1) - (self.rows.weights.shape[-1] - self.counts)
+        return few + 0 * self.least.nan_to_num(nan=torch.nan, posinf=0)  # NaN is not below anything, and is no pass
 
 
 class Stream:
@@ -201,9 +202,10 @@ class Range(Stream):
         self.mass: dict[int, Tensor] = {}
 
     def take(self, tile: Tile) -> None:
-        slots = query_slots(tile.seen.arguments["allowed"])
-        if slots.shape[:2] != (1, 1):
-            return  # each row of the batch stands elsewhere
+        allowed = tile.seen.arguments["allowed"]
+        if allowed.n_queries != allowed.n_keys and allowed.offset is None:
+            return  # queries and keys are different sequences, or each row of the batch stands elsewhere
+        slots = query_slots(allowed)
         weights, layer = tile.rows.weights, tile.seen.index
         heads, keys = weights.shape[1], weights.shape[-1]
         rows = slots[0, 0, tile.start : tile.stop] if slots.shape[2] > 1 else slots[0, 0]
@@ -255,7 +257,7 @@ class Pictures(Stream):
 
     def take(self, tile: Tile) -> None:
         layer, weights = tile.seen.index, tile.rows.weights[0].float()
-        if layer in self.finished:
+        if layer in self.finished or (tile.real is not None and not tile.real[0].any()):
             return
         queries, keys = tile.seen.query.shape[2], weights.shape[-1]
         row_real = torch.ones(queries, dtype=torch.bool, device=weights.device) if tile.real is None else tile.real[0]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_fullpay.diagnosis.inputs import Batch
+from hf_fullpay.diagnosis.inputs import Batch, without_labels
 
 
 def cut_rows(model: nn.Module, batches: list[Batch], count: int) -> Iterator[Batch]:
@@ -28,7 +28,7 @@ def longest(model: nn.Module, batches: list[Batch], count: int) -> list[Batch]:
     found = []
     for batch in batches:
         rows = _rows(model, batch)
-        batch = {name: tensor for name, tensor in batch.items() if name != "labels"}
+        batch = without_labels(batch, model)
         found += [_cut(batch, rows, row, row + 1) for row in range(rows)]
     return sorted(found, key=_tokens, reverse=True)[:count]
 

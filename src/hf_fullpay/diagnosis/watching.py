@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hf_fullpay.core.numbers import to_heads
 from hf_fullpay.core.shapes import repeat_groups
-from hf_fullpay.diagnosis.inputs import Batch, real_tokens
+from hf_fullpay.diagnosis.inputs import Batch, real_tokens, without_labels
 from hf_fullpay.diagnosis.ledger import Ledger
 from hf_fullpay.diagnosis.stream import promised_floor
 from hf_fullpay.hf.blocks import watch_blocks
@@ -57,7 +57,7 @@ def check_rows(model: nn.Module, batch: Batch, ledger: Ledger) -> None:
         stack.enter_context(watch(model, see))
         stack.enter_context(watch_blocks(model, enter, leave))
         stack.enter_context(torch.enable_grad())
-        model(**{name: tensor for name, tensor in batch.items() if name != "labels"}, **no_cache(model))
+        model(**without_labels(batch, model), **no_cache(model))
 
 
 def _real_of(seen: Seen, real: Tensor | None) -> Tensor:

@@ -35,7 +35,7 @@ class DiagnoseCallback(TrainerCallback):
     DeepSpeed ZeRO-3, tensor parallelism) are refused: one process alone cannot run such a model.
 
     Args:
-        every: steps between two looks.
+        every: steps between two looks; the first step is looked at too.
         rows: query rows of every layer that are looked at, evenly spaced.
         documents: documents of the batch that are looked at.
         batch: a batch of your own to look at instead of the training batch, as keyword arguments of the model, so that
@@ -129,7 +129,7 @@ class DiagnoseCallback(TrainerCallback):
         self._trainer = None
 
     def _is_due(self, state: TrainerState, step: int) -> bool:
-        return self._trainer is not None and state.is_world_process_zero and step % self.every == 0
+        return self._trainer is not None and state.is_world_process_zero and (step == 1 or step % self.every == 0)
 
     def _capture(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep what the model is called with, once, and be gone."""

@@ -30,6 +30,9 @@ def main(arguments: list[str] | None = None) -> int:
         # What is still buffered would fail once more when Python ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except KeyboardInterrupt:
+        print(f"hf-fullpay {options.command}: interrupted", file=sys.stderr)
+        return 130
     except SafetensorError as error:
         print(f"hf-fullpay {options.command}: expected readable weights, got a damaged file: {error}", file=sys.stderr)
         return 2
@@ -284,6 +287,7 @@ def _diagnose(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from hf_fullpay.diagnosis import compare, diagnose
+    from hf_fullpay.diagnosis.page import writable
     from hf_fullpay.hf.sources import load_model
 
     limits: dict[str, float | None] = {}
@@ -293,6 +297,8 @@ def _diagnose(options: argparse.Namespace) -> int:
             limits[name] = float(number)
         except ValueError as error:
             raise ValueError(f"--limit: expected MEASURE=NUMBER, got {text!r}.") from error
+    if options.out is not None:
+        writable(options.out)  # not after all the work
     settings = {"checks": options.checks, "layers": options.layers, "thresholds": limits}
     reports, inputs = [], None
     for attention in [options.attention, options.against][: 1 if options.against is None else 2]:
@@ -306,6 +312,10 @@ def _diagnose(options: argparse.Namespace) -> int:
         print(result)
     if options.out is not None:
         print(f"written: {result.save(options.out)}")
+    if options.strict and all(line.passed is None for line in reports[-1].lines):
+        raise ValueError(
+            "--strict: expected a measure with a limit that can be judged, got none; see --checks and --limit."
+        )
     return 1 if options.strict and not reports[-1].passed else 0
 
 

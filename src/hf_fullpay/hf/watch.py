@@ -24,7 +24,9 @@ from hf_fullpay.core.shapes import repeat_groups
 from hf_fullpay.hf.bind import is_ours, routes
 from hf_fullpay.hf.forward import BINDING, REFUSED, Layer, arguments_of, unbound
 from hf_fullpay.hf.hosts import is_flash
+from hf_fullpay.payment import Mixture
 from hf_fullpay.plan import AttentionPlan
+from hf_fullpay.reach import restricted
 from hf_fullpay.reference import Rows, reference_rows
 
 TILE = 1 << 19  # weights of a tile
@@ -68,8 +70,10 @@ class Seen:
 
     @property
     def is_causal(self) -> bool:
-        """Whether no query sees a key behind its own place, where queries and keys are one sequence."""
-        allowed = self.arguments["allowed"]
+        """Whether no query pays a key behind its own place, where queries and keys are one sequence."""
+        allowed, payment = self.arguments["allowed"], self.plan.payment
+        if not (isinstance(payment, Mixture) and payment.pay == "visible"):
+            allowed = restricted(self.plan.reach, allowed, self.arguments["given"], self.query)
         if allowed.n_queries != allowed.n_keys or allowed.offset is not None:
             return allowed.offset is not None
         if allowed.dense is None:
@@ -161,7 +165,10 @@ def watch(model: nn.Module, see: Callable[[Seen], Tensor | None]) -> Iterator[No
             if module in paths:
                 index, counter[0] = counter[0], counter[0] + 1
                 mask = args[0] if args else told.pop("attention_mask", None)
-                changed = see(_read(index, paths[module], module, name, query, key, value, mask, told, result[0]))
+                seen = _read(index, paths[module], module, name, query, key, value, mask, told, result[0])
+                # What is measured is FP32, whatever the products of the model are rounded to.
+                with torch.autocast(query.device.type, enabled=False):
+                    changed = see(seen)
                 result = result if changed is None else (changed, *result[1:])
             return result
 
