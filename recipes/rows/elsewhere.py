@@ -1,0 +1,181 @@
+"""Rows that other recipes measure: read from what they wrote to recipes/results.
+
+A result may say itself what follows for a row: {"evidence": {"F8": {"word": "holds", "ours": "...", "why": "..."}}}. The
+rule it went by stands here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rows.row import HOLDS, IN_PART, NOT, NOT_MEASURED, Row, Verdict
+
+RESULTS = "recipes/results"
+
+
+def told(name: str) -> Any:
+    """A judge that reads the verdict which the recipe wrote down."""
+
+    def judge(*results: dict[str, Any] | None) -> Verdict:
+        for result in results:
+            if result is not None and name in result.get("evidence", {}):
+                return Verdict(**result["evidence"][name])
+        return Verdict(NOT_MEASURED, why="the recipe's result says nothing of it")
+
+    return judge
+
+
+def judge_sine(result: dict[str, Any]) -> Verdict:
+    """E14."""
+    seeds = result["values"]["seeds"]
+    window = [row for row in result["rows"] if row["protocol"] == "window"]
+    best = max(window, key=lambda row: (row["passed"], -row["mae"]))
+    given_x = min(row["mae"] for row in result["rows"] if row["protocol"] == "x")
+    zero = next(row["mae"] for row in result["rows"] if row["variant"] == "predict zero")
+    passed = sum(row["passed"] >= 0.9 * seeds for row in window)
+    ours = (
+        f"fed its own answers: {passed} of {len(window)} variants pass on 9 of 10 seeds, best {best['variant']} with "
+        f"{best['mae']:.4f}; given x alone: best {given_x:.2f} ({zero:.2f} for always zero)"
+    )
+    if best["passed"] < 0.9 * seeds:
+        return Verdict(NOT, ours)
+    why = "nothing in the training interval says that the function repeats, so that x alone does not suffice"
+    return Verdict(HOLDS, ours) if given_x < 0.05 else Verdict(IN_PART, ours, why)
+
+
+def judge_roles(result: dict[str, Any]) -> Verdict:
+    """E13: a role matters as far as its heads cost more than as many random ones, beyond two standard errors."""
+    costs = {
+        row["role"]: (row["random_accuracy"] - row["accuracy"], 2 * row["random_accuracy_error"], row["heads"])
+        for row in result["rows"]
+        if row["heads"] and "accuracy" in row
+    }
+    ours = f"accuracy {result['accuracy']:.3f} with all heads; cost beyond as many random heads: " + ", ".join(
+        f"{role} ({heads} heads) {100 * cost:+.1f} ± {50 * chance:.1f} points"
+        for role, (cost, chance, heads) in costs.items()
+    )
+    dear = [role for role, (cost, chance, _) in costs.items() if cost > chance]
+    word = HOLDS if costs and len(dear) == len(costs) else IN_PART if dear else NOT
+    return Verdict(word, ours, "" if word == HOLDS else "roles are found; freezing them costs no more than random heads do"
+                   + (f", but for {', '.join(dear)}" if dear else ""))  # fmt: skip
+
+
+def judge_repetition(result: dict[str, Any]) -> Verdict:
+    """E10: different n-grams at the end of long sampled texts, relative to ordinary attention."""
+    rows = {(row["mode"], row["name"]): row["figures"] for row in result["rows"]}
+    first = result["rows"][0]["name"]
+    ratios = {
+        (mode, name): figures["distinct_2_last"]["mean"] / max(rows[mode, first]["distinct_2_last"]["mean"], 1e-9)
+        for (mode, name), figures in rows.items()
+        if name != first
+    }
+    ours = (
+        "Distinct-2 of the last quarter, as a multiple of "
+        + f"{first}'s: "
+        + ", ".join(f"{name} ({mode}) {ratio:.2f}" for (mode, name), ratio in ratios.items())
+    )
+    lia = [ratio for (_, name), ratio in ratios.items() if "lia" in name]
+    if not lia:
+        return Verdict(NOT_MEASURED, ours, "no run with lia")
+    word = HOLDS if min(lia) >= 3.8 else IN_PART if min(lia) > 1 else NOT
+    return Verdict(word, ours)
+
+
+def row(
+    name: str, figure: str, measured: str, material: str, rule: str, recipe: str, *files: str, judge: Any = None
+) -> Row:
+    """A row of another recipe."""
+    return Row(
+        name=name, figure=figure, measured=measured, material=material, rule=rule, judge=judge or told(name),
+        command=f"python recipes/{recipe}", reads=tuple(f"{RESULTS}/{file}" for file in files),
+    )  # fmt: skip
+
+
+F8 = row(
+    "F8",
+    "full payment for ViT on long patch sequences: better global context (no figure)",
+    "accuracy at and over the pretrained resolution, paired by seed",
+    "ViT, real photographs or digits",
+    "holds if accuracy rises beyond two standard errors; does not hold if it falls so",
+    "finetune_vision.py",
+    "finetune_vision.json",
+)
+E7 = row(
+    "E7",
+    "squeeze-and-excitation after the feed-forward of ViT (no figure)",
+    "accuracy with and without, paired by seed",
+    "ViT, as F8",
+    "as F8",
+    "finetune_vision.py",
+    "finetune_vision.json",
+)
+E10 = row(
+    "E10",
+    "LIA, chunks of 128 with an overlap of 32: Distinct-n of the last 500 words 3.8x higher",
+    "Distinct-2 of the last quarter of long generated texts, against ordinary attention",
+    "decoder trained on film reviews",
+    "holds at 3.8x and more in greedy and sampled texts; in part above 1x in both",
+    "generate_long.py",
+    "generate_long.json",
+    judge=judge_repetition,
+)
+B4 = row(
+    "B4",
+    "GLUE mean drop under 0.5 %, largest activation 4 to 8x lower, training stability +23 %, memory -15 %",
+    "accuracy, largest logit and largest hidden state after the gradual migration, against the ordinary model; the range of "
+    "learning rates is B8",
+    "all-MiniLM-L6-v2, film reviews (GLUE is in no package)",
+    "holds if accuracy drops by under 0.5 points and the largest activation falls 4-fold; in part if one of them",
+    "migrate_bounded.py",
+    "migrate_bounded.json",
+    "quantize_check.json",
+)
+B5 = row(
+    "B5",
+    "migration: monitor scores, find sensitive layers; layers under the transition stay ordinary (no figure)",
+    "quality under each step of the migration",
+    "as B4",
+    "holds if the gradual migration loses less than converting all layers at once",
+    "migrate_bounded.py",
+    "migrate_bounded.json",
+)
+B6 = row(
+    "B6",
+    "tau about 1/sqrt(sequence length); keep the last layer of a classifier ordinary (no figure)",
+    "quality with tau fixed and automatic, with and without the last layer",
+    "as B4",
+    "holds if both choices lose less than their opposites",
+    "migrate_bounded.py",
+    "migrate_bounded.json",
+)
+B7 = row(
+    "B7",
+    "bounded attention is friendly to quantisation (no figure)",
+    "INT8 gap in accuracy, before and after bounding",
+    "as B4",
+    "holds if the gap is smaller after bounding, beyond two standard errors",
+    "quantize_check.py",
+    "quantize_check.json",
+    "migrate_bounded.json",
+)
+E13 = row(
+    "E13",
+    "head roles (syntactic, semantic, positional), and what freezing a role costs (no figure)",
+    "roles found on gold trees and pronouns; accuracy without the heads of a role, against as many random heads",
+    "all-MiniLM-L6-v2, UD English-EWT, GAP, film-review sentences",
+    "holds if every role costs more than random heads beyond two standard errors; in part if one does",
+    "head_roles.py",
+    "head_roles.json",
+    judge=judge_roles,
+)
+E14 = row(
+    "E14",
+    "sine stress test, train on [0, 2 pi], test on [100 pi, 102 pi]: MAE 0.42 / 0.18 / 0.11 / 0.07 / 0.03, "
+    "under 0.05 passes",
+    "mean absolute error by architecture, given x alone, and fed by its own answers",
+    "synthetic",
+    "holds if an architecture passes on 9 of 10 seeds under both protocols; in part under one",
+    "forecast_sine.py",
+    "forecast_sine.json",
+    judge=judge_sine,
+)
