@@ -1,7 +1,7 @@
 """ListOps: what a local window loses on nested lists, and what a floor, relays or a global token win back.
 
 The classifier reads the first token of an encoder trained from scratch. Its window ends long before the list does, in two
-layers, so it cannot know the operators of the later parts. Recovered is (accuracy - window) / (full - window), by seed.
+layers, so it cannot know the operators of the later parts. Won back is (accuracy - window) / (full - window), of means.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transformers import BertConfig, BertForSequenceClassification
 import hf_fullpay
 import listops
 from hf_fullpay import AttentionPlan, Blocks, Mixture, WindowGlobal
-from rows.row import HOLDS, IN_PART, NOT, Figures, Row, Verdict, mean, mean_and_error, seeds
+from rows.row import HOLDS, IN_PART, NOT, Figures, Row, Verdict, gain, mean, seeds
 
 OTHERS = ("window + floor", "fullpay_block", "window_global")
 WIN_BACK = 0.9
@@ -107,23 +107,18 @@ def run(values: dict[str, Any]) -> dict[str, Any]:
     return {"figures": figures, "against": "window"}
 
 
-def recovered(result: dict[str, Any], label: str) -> list[float]:
-    """Share of the gap between window and full attention, by seed."""
-    full, window, ours = (result["figures"][name]["accuracy"] for name in ("full", "window", label))
-    return [(c - b) / (a - b) if a > b else float("nan") for a, b, c in zip(full, window, ours, strict=True)]
-
-
 def judge(result: dict[str, Any]) -> Verdict:
-    """Who wins back nine tenths."""
-    shares = {label: mean_and_error(recovered(result, label)) for label in OTHERS}
-    ours = (
-        f"full {mean(result, 'full', 'accuracy'):.3f}, window {mean(result, 'window', 'accuracy'):.3f}; won back: "
-        + ", ".join(
-            f"{label} {share:.0%}" + ("" if error is None else f" ± {100 * error:.0f}")
-            for label, (share, error) in shares.items()
+    """Who wins back nine tenths of what the window loses, in the mean over seeds."""
+    full, window = (mean(result, label, "accuracy") for label in ("full", "window"))
+    change, chance = gain(result, "full", "accuracy")
+    ours = f"full {full:.3f}, window {window:.3f} (gap {100 * change:.1f} ± {50 * chance:.1f} points)"
+    if change <= chance:
+        return Verdict(
+            NOT, ours, "full attention learned no more than the window here, so there is nothing to win back"
         )
-    )
-    good = [label for label, (share, _) in shares.items() if share >= WIN_BACK]
+    shares = {label: gain(result, label, "accuracy")[0] / change for label in OTHERS}
+    ours += "; won back: " + ", ".join(f"{label} {share:.0%}" for label, share in shares.items())
+    good = [label for label, share in shares.items() if share >= WIN_BACK]
     word = HOLDS if len(good) == len(OTHERS) else IN_PART if good else NOT
     missing = [label for label in OTHERS if label not in good]
     return Verdict(word, ours, f"not by {', '.join(missing)}" if missing and good else "")
