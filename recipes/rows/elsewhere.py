@@ -6,6 +6,7 @@ rule it went by stands here.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from rows.row import HOLDS, IN_PART, NOT, NOT_MEASURED, Row, Verdict
@@ -44,20 +45,47 @@ def judge_sine(result: dict[str, Any]) -> Verdict:
 
 
 def judge_roles(result: dict[str, Any]) -> Verdict:
-    """E13: a role matters as far as its heads cost more than as many random ones, beyond two standard errors."""
+    """E13: a role matters as far as its heads cost more than as many random ones, beyond two standard errors, of the draws
+    and of the test set together."""
+    sample = result["accuracy"] * (1 - result["accuracy"]) / result["values"]["test"]
     costs = {
-        row["role"]: (row["random_accuracy"] - row["accuracy"], 2 * row["random_accuracy_error"], row["heads"])
+        row["role"]: (
+            row["random_accuracy"] - row["accuracy"],
+            2 * math.sqrt(row["random_accuracy_error"] ** 2 + sample),
+        )
         for row in result["rows"]
-        if row["heads"] and "accuracy" in row
+        if row["heads"]
     }
+    counts = {row["role"]: row["heads"] for row in result["rows"]}
     ours = f"accuracy {result['accuracy']:.3f} with all heads; cost beyond as many random heads: " + ", ".join(
-        f"{role} ({heads} heads) {100 * cost:+.1f} ± {50 * chance:.1f} points"
-        for role, (cost, chance, heads) in costs.items()
+        f"{role} ({counts[role]} heads) {100 * cost:+.1f} ± {50 * chance:.1f} points"
+        for role, (cost, chance) in costs.items()
     )
-    dear = [role for role, (cost, chance, _) in costs.items() if cost > chance]
-    word = HOLDS if costs and len(dear) == len(costs) else IN_PART if dear else NOT
-    return Verdict(word, ours, "" if word == HOLDS else "roles are found; freezing them costs no more than random heads do"
-                   + (f", but for {', '.join(dear)}" if dear else ""))  # fmt: skip
+    dear = [role for role, (cost, chance) in costs.items() if cost > chance]
+    if costs and len(dear) == len(costs):
+        return Verdict(HOLDS, ours)
+    why = "roles are found; beyond chance, freezing " + (f"only {', '.join(dear)} costs" if dear else "none costs")
+    return Verdict(IN_PART if costs else NOT, ours, why + " more than random heads" if costs else "no head has a role")
+
+
+def judge_images(kind: str) -> Any:
+    """F8, E7: accuracy against ordinary attention, over data sets and resolutions."""
+
+    def judge(result: dict[str, Any]) -> Verdict:
+        told, rises, falls = [], 0, 0
+        for data, found in result.items():
+            row = next(row for row in found["table"] if row["kind"] == kind)
+            for stage, measured in row.items():
+                if isinstance(measured, dict) and "accuracy" in measured:
+                    change = measured["accuracy"]["minus ordinary"]
+                    told.append(f"{data}, {stage} {100 * change['mean']:+.1f} ± {100 * change['standard_error']:.1f}")
+                    rises += change["mean"] > 2 * change["standard_error"]
+                    falls += change["mean"] < -2 * change["standard_error"]
+        word = HOLDS if rises == len(told) else IN_PART if rises > falls else NOT
+        why = "" if rises or falls else "no difference beyond chance"
+        return Verdict(word, "points of accuracy against ordinary attention: " + "; ".join(told), why)
+
+    return judge
 
 
 def judge_repetition(result: dict[str, Any]) -> Verdict:
@@ -94,11 +122,12 @@ def row(
 F8 = row(
     "F8",
     "full payment for ViT on long patch sequences: better global context (no figure)",
-    "accuracy at and over the pretrained resolution, paired by seed",
-    "ViT, real photographs or digits",
-    "holds if accuracy rises beyond two standard errors; does not hold if it falls so",
+    "accuracy at the resolution trained at and over it, as it is and tuned, paired by seed",
+    "ViT from scratch on images that come in packages",
+    "holds if accuracy rises beyond two standard errors everywhere; in part if it does more often than it falls so",
     "finetune_vision.py",
     "finetune_vision.json",
+    judge=judge_images("full payment"),
 )
 E7 = row(
     "E7",
@@ -108,6 +137,7 @@ E7 = row(
     "as F8",
     "finetune_vision.py",
     "finetune_vision.json",
+    judge=judge_images("channel attention"),
 )
 E10 = row(
     "E10",
@@ -163,7 +193,8 @@ E13 = row(
     "head roles (syntactic, semantic, positional), and what freezing a role costs (no figure)",
     "roles found on gold trees and pronouns; accuracy without the heads of a role, against as many random heads",
     "all-MiniLM-L6-v2, UD English-EWT, GAP, film-review sentences",
-    "holds if every role costs more than random heads beyond two standard errors; in part if one does",
+    "holds if every role costs more than random heads beyond two standard errors, of the draws and of the test set; "
+    "in part if there are heads with a role",
     "head_roles.py",
     "head_roles.json",
     judge=judge_roles,
