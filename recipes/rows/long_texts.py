@@ -19,20 +19,22 @@ from data import checkpoint
 from hf_fullpay import AttentionPlan, Blocks, Mixture, WindowGlobal, convert
 from rows.row import HOLDS, IN_PART, NOT, Figures, Row, Verdict, gain, mean, seeds
 
-REVIEWS = {"data": "reviews", "length": 512, "words": [600, 2500], "keep": "both"}
-TOPICS = {"data": "r8", "length": 256, "words": [1, 2500], "keep": "both"}
+REVIEWS = {"data": "reviews", "train": 20000, "length": 512, "words": [600, 2500], "keep": "both"}
+TOPICS = {"data": "r8", "train": 20000, "length": 256, "words": [1, 2500], "keep": "both"}
 SIZES = {
     "quick": {
-        "seeds": 1, "model": "minilm", "steps": 1, "train": 8, "test": 8, "window": 32, "budget": 0.2,
-        "attentions": ["ordinary", "floor"], "tasks": {"reviews": REVIEWS | {"length": 64}},
+        "seeds": 1, "model": "minilm", "steps": 1, "test": 8, "window": 32, "budget": 0.2,
+        "attentions": ["ordinary", "floor"], "tasks": {"reviews": REVIEWS | {"length": 64, "train": 8}},
     },
     "here": {
-        "seeds": 3, "model": "minilm", "steps": 24, "train": 800, "test": 160, "window": 64, "budget": 0.2,
+        "seeds": 3, "model": "minilm", "steps": 16, "test": 120, "window": 64, "budget": 0.2,
         "attentions": ["ordinary", "floor", "window", "window + floor", "relays"],
-        "tasks": {"reviews": REVIEWS | {"length": 256}, "topics": TOPICS | {"length": 128}},
+        "tasks": {
+            "reviews": REVIEWS | {"length": 256, "train": 300}, "topics": TOPICS | {"length": 96, "train": 800},
+        },
     },
     "full": {
-        "seeds": 10, "model": "bert-base-uncased", "steps": 2000, "train": 20000, "test": 2000, "window": 128,
+        "seeds": 10, "model": "bert-base-uncased", "steps": 2000, "test": 2000, "window": 128,
         "budget": 0.2, "attentions": ["ordinary", "floor", "window", "window + floor", "relays"],
         "tasks": {"reviews": REVIEWS, "topics": TOPICS},
     },
@@ -116,7 +118,7 @@ def one(plan: AttentionPlan | None, options: dict[str, Any], seed: int, values: 
         flags = {
             "--model": values["model"], "--attention": attention, "--out": folder / "run", "--seed": seed,
             "--data": options["data"], "--length": options["length"], "--keep": options["keep"], "--steps": values["steps"],
-            "--train-rows": values["train"], "--test-rows": values["test"], "--mixed-precision": "bf16",
+            "--train-rows": options["train"], "--test-rows": values["test"], "--mixed-precision": "bf16",
         }  # fmt: skip
         words = [str(entry) for flag in flags.items() for entry in flag] + ["--words", *map(str, options["words"])]
         if finetune_text.main([*words, "--no-attention-dropout"]):
