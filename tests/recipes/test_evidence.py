@@ -202,6 +202,28 @@ def test_images(change, word):
     assert ROWS["F8"].judge({"digits": {"table": table}}).word == word
 
 
+def migrated(accuracy, gap, hidden):
+    def sides(before, after):
+        return {
+            "before": {"mean": before},
+            "after": {"mean": after},
+            "difference": {"mean": after - before, "error": 0.001},
+        }
+
+    named = {
+        "fp32.accuracy": sides(0.9, 0.9 + accuracy), "gap.accuracy": sides(-0.02, -0.02 + gap), "largest_input": sides(9.0, 8.0),
+        "largest.logit": sides(40.0, 8.0), "largest.hidden": sides(40.0, 40.0 / hidden),
+    }  # fmt: skip
+    return {"summary": named}
+
+
+def test_bounds():
+    assert ROWS["B4"].judge(migrated(-0.001, 0.0, 1.1)).word == IN_PART
+    assert ROWS["B7"].judge(migrated(0.0, 0.01, 1.1)).word == HOLDS
+    assert ROWS["B7"].judge(migrated(0.0, 0.0005, 1.1)).word == IN_PART
+    assert ROWS["B7"].judge(migrated(0.0, -0.01, 1.1)).word == NOT
+
+
 def test_a_recipe_may_say_its_own_verdict():
     assert ROWS["B5"].judge({"evidence": {"B5": {"word": NOT, "ours": "-0.1 points"}}}) == row.Verdict(
         NOT, "-0.1 points"
