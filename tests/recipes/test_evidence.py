@@ -211,7 +211,8 @@ def migrated(accuracy, gap, hidden):
         }
 
     named = {
-        "fp32.accuracy": sides(0.9, 0.9 + accuracy), "gap.accuracy": sides(-0.02, -0.02 + gap), "largest_input": sides(9.0, 8.0),
+        "fp32.accuracy": sides(0.9, 0.9 + accuracy), "gap.accuracy": sides(-0.02, -0.02 + gap),
+        "largest_input": sides(9.0, 8.0),
         "largest.logit": sides(40.0, 8.0), "largest.hidden": sides(40.0, 40.0 / hidden),
     }  # fmt: skip
     return {"summary": named}
