@@ -1,11 +1,13 @@
 """Peak memory of forward and backward above the inputs, each in a process of its own.
 
 A server that has torch and the package loaded forks one process for each measurement, so none sees memory that another
-left behind.
+left behind. On a CPU freed memory goes back to the system at once there: otherwise the peak holds what malloc keeps for
+later, which differs from run to run.
 """
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import resource
 import statistics
@@ -19,6 +21,8 @@ from hf_fullpay import FullPayWarning
 from peers import peers
 
 TIMES = 3  # huge pages make single measurements jump
+MMAP_THRESHOLD = -3  # mallopt's name for the size from which memory is mapped alone
+SMALLEST = 128 * 1024  # bytes: its default
 
 
 def find(name: str, is_causal: bool, device: str) -> Candidate:
@@ -51,6 +55,8 @@ class Peaks:
 
 def peak_of(name: str, is_causal: bool, dtype: str, n: int, batch: int, heads: int, device: str, threads: int) -> float:
     """MiB above the inputs."""
+    if device == "cpu":
+        return_freed_memory()
     torch.set_num_threads(threads)
     warnings.simplefilter("ignore", FullPayWarning)
     candidate = find(name, is_causal, device)
@@ -77,12 +83,18 @@ def peak_of(name: str, is_causal: bool, dtype: str, n: int, batch: int, heads: i
         return round((torch.cuda.max_memory_allocated() - before) / 2**20, 1)
     # The high-water mark of the drawing of inputs must not hide what the call needs.
     Path("/proc/self/clear_refs").write_text("5")
-    before = _high_water()
+    before = high_water()
     step(leaves, probe)
-    return round((_high_water() - before) / 1024, 1)
+    return round((high_water() - before) / 1024, 1)
 
 
-def _high_water() -> int:
+def return_freed_memory() -> None:
+    """Have malloc give large freed buffers back: a peak is then what is in use, not what is kept for later."""
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(MMAP_THRESHOLD, SMALLEST)  # setting it keeps malloc from raising it to the largest size freed
+
+
+def high_water() -> int:
     """Peak resident memory in KiB since the mark was last cleared."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):

@@ -9,6 +9,7 @@ A table stands between `<!-- table:NAME, ... -->` and `<!-- end -->`.
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import sys
@@ -67,6 +68,19 @@ def presets() -> str:
         for name, plan in PRESETS.items()
     ]
     return table(["name", "what it does", "for", "promise over 512 visible keys"], rows)
+
+
+def recipes() -> str:
+    """Every recipe with the first line of what it says of itself."""
+    scripts = sorted((ROOT / "recipes").glob("*.py"))
+    told = {path: ast.get_docstring(ast.parse(path.read_text())) or "" for path in scripts}
+    # A recipe opens with its command; the other files are parts of recipes.
+    rows = [
+        [f"`recipes/{path.name}`", text.split("\n\n")[0].replace("\n", " ")]
+        for path, text in told.items()
+        if re.search(rf"(?m)^    \S.*recipes/{path.name}", text)
+    ]
+    return table(["recipe", "what it does"], rows)
 
 
 def checks() -> str:
@@ -279,15 +293,15 @@ def demo() -> str:
 
 def evidence() -> str:
     """A line for every figure of the sources."""
-    return _recipes().short()
+    return _evidence().short()
 
 
 def evidence_page() -> str:
     """All that there is to know of each."""
-    return _recipes().long()
+    return _evidence().long()
 
 
-def _recipes() -> Any:
+def _evidence() -> Any:
     """The recipe that holds the evidence; scripts of recipes/ find each other by the path."""
     sys.path.append(str(ROOT / "recipes"))
     import evidence
@@ -302,7 +316,7 @@ def _load(name: str) -> Any:
 
 TABLES = {
     "backends": backends, "presets": presets, "saved": saved, "speed": speed, "peers": peers, "growth": growth,
-    "decode": decode, "memory": memory, "demo": demo, "gpu": gpu_page, "checks": checks,
+    "decode": decode, "memory": memory, "demo": demo, "gpu": gpu_page, "checks": checks, "recipes": recipes,
     "evidence": evidence, "evidence_page": evidence_page,
 }  # fmt: skip
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import TorchDynamoPlugin, set_seed
+from accelerate.utils import DistributedType, TorchDynamoPlugin, parse_flag_from_env, set_seed
 from torch import nn
 from transformers import AutoConfig
 
@@ -20,7 +20,7 @@ from settings import count, folder
 from training import start_of
 
 ATTENTION_DROPOUT = ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop")  # names in the families
-HEADS = ("classifier", "score", "pooler", "lm_head")  # of a checkpoint; beside LoRA they are trained whole
+HEADS = ("classifier", "score", "pooler")  # fresh, or near it: beside LoRA they are trained whole
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, config: Path, model: str | None) -> None:
@@ -70,8 +70,13 @@ def accelerator_of(parser: argparse.ArgumentParser, options: argparse.Namespace,
         gradient_accumulation_steps=options.accumulate,
         log_with=options.report_to,
         project_dir=options.out,
+        cpu=not torch.accelerator.is_available(),
         dynamo_plugin=TorchDynamoPlugin(backend="inductor", dynamic=True) if options.compile else None,
     )
+    if parse_flag_from_env("ACCELERATE_USE_FSDP") and accelerator.distributed_type != DistributedType.FSDP:
+        parser.error(
+            "accelerate: expected GPUs for FSDP, got none, where it would run DDP without a word. Use torchrun."
+        )
     set_seed(values["seed"])  # before the model: fresh heads are the same in all processes and under every attention
     if options.report_to:
         accelerator.init_trackers(
@@ -102,6 +107,20 @@ def plan_of(options: argparse.Namespace) -> hf_fullpay.AttentionPlan | None:
     return with_options(plan, {"learnable": True}) if options.learnable else plan
 
 
+def config_of(options: argparse.Namespace) -> Any:
+    """The config of --model.
+
+    Raises:
+        ValueError: for a checkpoint that is not there.
+    """
+    try:
+        return AutoConfig.from_pretrained(checkpoint(options.model)[0])
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"--model: expected a Hub id or the folder of a checkpoint, got {options.model}: {error}"
+        ) from error
+
+
 def model_of(options: argparse.Namespace, auto: Any, **changes: Any) -> nn.Module:
     """A checkpoint under the chosen attention: converted where the plan is ours, so that it is saved with it.
 
@@ -113,16 +132,15 @@ def model_of(options: argparse.Namespace, auto: Any, **changes: Any) -> nn.Modul
     Raises:
         ValueError, OSError: for a checkpoint that is not there, or one that the plan does not fit.
     """
-    plan, place = plan_of(options), checkpoint(options.model)[0]
+    plan, place, config = plan_of(options), checkpoint(options.model)[0], config_of(options)
     if options.no_attention_dropout:
-        config = AutoConfig.from_pretrained(place)
         changes |= {name: 0.0 for name in ATTENTION_DROPOUT if hasattr(config, name)}
     attention = "sdpa" if plan is not None else options.attention
     model = auto.from_pretrained(place, attn_implementation=attention, **changes)
     if plan is not None:
         model = hf_fullpay.convert(model, plan)
     if options.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     return adapted(model, options.lora) if options.lora else model
 
 

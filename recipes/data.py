@@ -55,7 +55,7 @@ def table(source: str, split: str = "train") -> pandas.DataFrame | None:
     """One split of a data set.
 
     Args:
-        source: a key of TABLES; a .csv, .tsv, .jsonl or .parquet file; or a Hub id.
+        source: a key of TABLES; a .csv, .tsv, .jsonl or .parquet file; or a Hub id (or a folder as `datasets` knows them).
         split: "train" or "test". A file is a training split.
 
     Returns:
@@ -72,7 +72,7 @@ def table(source: str, split: str = "train") -> pandas.DataFrame | None:
         return _tab(installed(package, inside.format(split=split)))
     if path.suffix in READERS:
         return _read(path) if split == "train" else None
-    if path.exists() or source.count("/") > 1:
+    if path.is_file() or (source.count("/") > 1 and not path.is_dir()):
         raise ValueError(f"expected {_expected()}, got {source}.")
     return _hub(source, split)
 

@@ -31,9 +31,9 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from arguments import accelerator_of, add_arguments, model_of
+from arguments import accelerator_of, add_arguments, config_of, model_of
 from data import checkpoint, splits
 from hf_fullpay.demo import CONTRAST
 from hf_fullpay.hf.cards import render_card
@@ -61,6 +61,8 @@ def encode(texts: list[str], tokenizer: Any, length: int, keep: str) -> list[lis
     start = next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
     before, after = whole[:start], whole[start + len(plain) :]
     room = length - len(before) - len(after)
+    if room < 1:
+        raise ValueError(f"--length: expected at least {length + 1 - room}, for one token and the marks, got {length}.")
     documents = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     return [before + kept(ids, room, keep) + after for ids in documents]
 
@@ -145,7 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
     origin = provenance(("accelerate",))
     with refusing(parser):
         place, known_as = checkpoint(options.model)
-        tokenizer, config = AutoTokenizer.from_pretrained(place), AutoConfig.from_pretrained(place)
+        config, tokenizer = config_of(options), AutoTokenizer.from_pretrained(place)
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
         options.length = length_of(options.length, config, tokenizer)
@@ -184,12 +186,14 @@ def main(arguments: list[str] | None = None) -> int:
     }
     card = None
     if hasattr(bare(accelerator, model).config, "fullpay"):
+        how_long = f"{options.steps} steps" if options.steps else f"{values['epochs']} epochs"
         accuracy, f1 = (
             f"{result['all'][name]:.3f} on {len(test)} held-out documents" for name in ("accuracy", "macro_f1")
         )
         card = render_card(
             bare(accelerator, model), base_model=known_as, measured={"accuracy": accuracy, "macro F1": f1},
-            training=f"Fine-tuned on {len(train)} documents of {Path(options.data).name} by `{origin['command']}`.",
+            training=f"Fine-tuned on {len(train)} documents of {Path(options.data).name} (at most {options.length} tokens, "
+            f"the {options.keep} of longer ones) for {how_long} by recipes/finetune_text.py.",
         )  # fmt: skip
     save_model(accelerator, model, options.out / "model", tokenizer, card=card)
     if accelerator.is_main_process:
@@ -199,6 +203,7 @@ def main(arguments: list[str] | None = None) -> int:
             shown = {what: round(value, 3) for what, value in result[name].items() if isinstance(value, float | int)}
             print(f"{name:<10}{shown}")
         print(f"trained in {trained:.0f} s; checkpoint, card and results in {options.out}")
+    accelerator.end_training()
     return 0
 
 

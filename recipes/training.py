@@ -59,7 +59,8 @@ class Order(Sampler[int]):
         self.rows, self.seed, self.epoch, self.done = rows, seed, 0, 0
 
     def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed((self.seed << 32) + self.epoch)
+        # Far apart, so that no epoch of one seed is that of another; PyTorch's generator takes 32 bits.
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self.epoch) % 2**32)
         yield from torch.randperm(self.rows, generator=generator)[self.done :].tolist()
 
     def __len__(self) -> int:
@@ -126,6 +127,7 @@ def fit(
         dataset, size, sampler=order, collate_fn=collate, drop_last=len(order) >= size * processes,
         generator=torch.Generator(),
     )  # fmt: skip
+    name_layers(accelerator, model)
     optimizer = torch.optim.AdamW(parameter_groups(model, values))
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     in_epoch = math.ceil(len(loader) / accelerator.gradient_accumulation_steps)
@@ -186,8 +188,17 @@ def fit(
                 if progress.step % values["save_every"] == 0:
                     checkpoints.save(progress.step)
             progress.epoch, progress.batch = progress.epoch + 1, 0
-    accelerator.end_training()
     return model
+
+
+def name_layers(accelerator: Accelerator, model: Any) -> None:
+    """Which modules FSDP2 shards one by one, unless the user says it: those that the model calls unsplittable, but for
+    what holds the input embeddings. Accelerate shards these by themselves, and would fail over BERT, where both hold."""
+    if not accelerator.is_fsdp2 or accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap:
+        return
+    embeddings, names = model.get_input_embeddings(), set(model._no_split_modules or ())
+    holders = {type(module).__name__ for module in model.modules() if embeddings in module.children()}
+    accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = sorted(names - holders)
 
 
 def start_of(out: Path, resume: bool) -> Path | None:

@@ -313,5 +313,8 @@ def test_the_table_of_measures_is_whole():
     assert {measure.headline for measure in MEASURES.values()} <= {"mean", "min", "max"}
     assert all(measure.better for measure in MEASURES.values() if measure.limit is not None)
     report = diagnose(build("gpt2", "fullpay"), inputs("gpt2", length=80), progress=False)
-    missing = set(MEASURES) - set(report.values)
+    asked = {
+        name for name, measure in MEASURES.items() if measure.check != "roles"
+    }  # these need gold data: `head_roles`
+    missing = asked - set(report.values)
     assert not missing

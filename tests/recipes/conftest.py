@@ -16,3 +16,16 @@ def _patience():
 
     with warnings.catch_warnings():
         yield
+
+
+@pytest.fixture(autouse=True)
+def _one_program_each():
+    """A recipe is the only one in its process: what Accelerate and Transformers keep for a process is put back."""
+    import transformers
+    from accelerate.state import AcceleratorState, GradientState
+
+    verbosity = transformers.logging.get_verbosity()
+    yield
+    transformers.logging.set_verbosity(verbosity)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()

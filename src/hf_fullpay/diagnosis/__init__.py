@@ -5,6 +5,7 @@ from hf_fullpay.diagnosis.compare import Comparison, compare
 from hf_fullpay.diagnosis.gradients import gradient_reach
 from hf_fullpay.diagnosis.measures import CHECKS, MEASURES
 from hf_fullpay.diagnosis.report import Curve, Findings, Heatmap, Report, Table
+from hf_fullpay.diagnosis.roles import RoleSettings, head_roles
 from hf_fullpay.diagnosis.run import diagnose
 from hf_fullpay.diagnosis.sensitivity import Sensitivity, sensitivity
 from hf_fullpay.diagnosis.settings import Settings
@@ -22,6 +23,7 @@ __all__ = [
     "Findings",
     "Heatmap",
     "Report",
+    "RoleSettings",
     "Sensitivity",
     "Settings",
     "Table",
@@ -30,6 +32,7 @@ __all__ = [
     "compare",
     "diagnose",
     "gradient_reach",
+    "head_roles",
     "sensitivity",
     "suggest",
     "weight_statistics",

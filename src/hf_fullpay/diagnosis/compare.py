@@ -50,7 +50,8 @@ class Change:
         """The change, and what share of before it is: "+1.2 (+50 %), better"."""
         if not math.isfinite(self.change) or not self.change:
             return shown(self.change)
-        share = f" ({self.change / abs(self.before.value):+.0%})".replace("%", " %") if self.before.value else ""
+        part = self.change / abs(self.before.value) if self.before.value else math.inf
+        share = f" ({part:+.0%})".replace("%", " %") if abs(part) < 100 else ""  # of next to nothing it says nothing
         way = {True: ", better", False: ", worse", None: ""}[self.improved]
         return f"{'+' if self.change > 0 else ''}{shown(self.change)}{share}{way}"
 
@@ -148,7 +149,10 @@ class Comparison:
         return page.fragment(self.sides, COLUMNS, list(self.cells()), self.notes)
 
     def __rich__(self) -> Any:
-        return rich_table(self.title, COLUMNS, self.cells(), self.notes)
+        # A terminal is narrow: the check and the limit are left to the page.
+        kept = [place for place, name in enumerate(COLUMNS) if name not in ("check", "limit")]
+        cells = ([row[place] for place in kept] for row in self.cells())
+        return rich_table(self.title, [COLUMNS[place] for place in kept], cells, self.notes)
 
     def __str__(self) -> str:
         return printed(self)

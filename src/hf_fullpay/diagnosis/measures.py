@@ -146,6 +146,10 @@ _TABLE = (
     Measure(
         "range", "range", "effective range", "distance within which nine tenths of the weight lie", unit="tokens",
     ),
+    Measure("positional_heads", "roles", "positional heads", "share of heads with their largest weight at a fixed offset"),
+    Measure("syntactic_heads", "roles", "syntactic heads", "share of heads that find a relation of gold dependency trees"),
+    Measure("coreference_heads", "roles", "heads for coreference", "share of heads that tell the antecedent of a pronoun"),
+    Measure("global_heads", "roles", "global heads", "share of heads with half of their weight on class and separator"),
     Measure(
         "nonfinite_weights", "finite", "weights that are NaN or infinite",
         "parameters of the model with numbers that are not finite; torch's SDPA on a CPU hides what NaN does to a head",

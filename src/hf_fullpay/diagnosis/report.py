@@ -267,13 +267,17 @@ class Report:
 
 def rich_table(title: str, columns: Sequence[str], cells: Iterable[Sequence[str]], notes: Sequence[str]) -> Any:
     """A table for terminals; verdicts in green and red."""
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    table = RichTable(title=Text(title), caption=Text("\n".join(notes)), title_justify="left", caption_justify="left")
+    table = RichTable(
+        title=Text(title), caption=Text("\n".join(notes)), title_justify="left", caption_justify="left",
+        box=SIMPLE_HEAD, pad_edge=False,
+    )  # fmt: skip
     for name in columns:
         numeric = name in ("value", "uniform", "limit", "before", "after", "change")
-        table.add_column(name, justify="right" if numeric else "left")
+        table.add_column(name, justify="right" if numeric else "left", no_wrap=name == "measure")
     for row in cells:
         table.add_row(*(Text(cell, style={"pass": "green", "FAIL": "bold red"}.get(cell, "")) for cell in row))
     return table

@@ -110,15 +110,18 @@ class _Pass(Tiling):
             self.stretch = 2.0 if (amplitude.abs() <= SIGMOID_AMPLITUDE[self.dtype]).all() else 1.0
             self.rate = self.stretch / self.width.masked_fill(infinite, STRAIGHT)
             self.gain = self.stretch * amplitude
+        # Per row, once for all tiles: small operations add up.
+        self.factor = self.scaling * self.rate
+        self.shift = None if self.centre is None else self.centre * self.rate
 
     def scores(self, tile: Tile, medians: Tensor) -> Tensor:
         """y of a tile; the medians of y are written in forward and read in backward."""
-        query, rate = self.query[tile.at], tile.part(self.rate)
-        shift = None if self.centre is None else tile.part(self.centre) * rate
+        query, factor = self.query[tile.at], tile.part(self.factor)
+        shift = None if self.shift is None else tile.part(self.shift)
         if self.median and self.backwards:
             shift = medians[tile.at]
         if self.dtype == self.work:
-            rows = tile.stack(query * (self.scaling * rate))
+            rows = tile.stack(query * factor)
             if shift is None:
                 y = torch.bmm(rows, tile.key).view(tile.shape)
             else:
@@ -126,10 +129,10 @@ class _Pass(Tiling):
                 y = torch.baddbmm(shift, rows, tile.key, beta=-1).view(tile.shape)
         else:
             # Factors and shift follow the product, as the low precision would round them.
-            y = self.product(tile.stack(query), tile.key).view(tile.shape) * (self.scaling * rate)
+            y = self.product(tile.stack(query), tile.key).view(tile.shape) * factor
             y = y if shift is None else y.sub_(shift)
         if self.bias is not None:
-            y.addcmul_(tile.part(self.bias).to(self.work), rate)
+            y.addcmul_(tile.part(self.bias).to(self.work), tile.part(self.rate))
         if self.median and not self.backwards:
             medians[tile.at] = lower_median(y, tile)
             y.sub_(medians[tile.at])
@@ -146,7 +149,7 @@ class _Pass(Tiling):
             squashed = (tanh if self.stretch == 1.0 else torch.sigmoid)(y, out=None if keep else y)
             z = torch.mul(squashed, tile.part(self.gain), out=None if self.backwards else squashed)
         weights = torch.softmax(tile.hide(z, -math.inf), -1)
-        return y, squashed, weights if tile.blind is None else weights.masked_fill_(tile.blind, 0.0)
+        return y, squashed, weights if tile.strip.blind is None else weights.masked_fill_(tile.strip.blind, 0.0)
 
     def product(self, left: Tensor, right: Tensor) -> Tensor:
         """Batched matrix product without infinities: at a hidden pair they would turn into NaN when multiplied by 0."""
@@ -164,7 +167,7 @@ def _forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
             factors = this.dropout.factors(paid)
             if this.floor is not None:
                 floor = tile.part(this.floor)
-                scales[tile.at], above = _solve(paid, floor, tile.seen)
+                scales[tile.at], above = _solve(paid, floor, tile.strip.seen)
                 paid = _pay(above, floor, factors, tile)
             elif factors is not None:
                 paid.mul_(factors)
@@ -180,6 +183,8 @@ class _Backward(_Pass):
     ) -> None:
         super().__init__(inputs, needs)
         self.d_out, self.medians, self.scales = d_out, medians, scales
+        self.slope = self.rate * self.gain  # of z with respect to the scores, at y = 0
+        self.factor_back = self.scaling * self.slope
         self.grads = {name: d_out.new_empty(0) for name in _DIFFERENTIABLE}
         for name in _DIFFERENTIABLE:
             if not self.needs[name]:
@@ -195,13 +200,17 @@ class _Backward(_Pass):
             d_key, d_value = (torch.zeros_like(x, dtype=self.work) for x in (block.key, block.value))
             for tile in self.tiles(block):
                 y, squashed, weights = self.weights(tile, self.medians)
-                d_z = self.pay(tile, weights, d_value[..., tile.columns])
+                d_z = self.pay(tile, weights, d_value[..., tile.strip.columns])
                 d_y = self.squash(tile, y, squashed, d_z)
-                self.score(tile, d_y, d_key[..., tile.columns])
+                self.score(tile, d_y, d_key[..., tile.strip.columns])
             for name, total in (("key", d_key), ("value", d_value)):
                 if self.needs[name]:
                     part = self.grads[name][block.batch, block.groups]
                     part.copy_(total.transpose(1, 2).view(part.shape))
+        if self.needs["query"]:
+            self.grads["query"].mul_(self.factor_back)
+        if self.needs["centre"]:
+            self.grads["centre"].mul_(-self.slope)
         for name in _DIFFERENTIABLE[3:]:
             if self.needs[name]:
                 self.grads[name] = self.grads[name].sum_to_size(self.inputs[name].shape).to(self.inputs[name].dtype)
@@ -223,12 +232,12 @@ class _Backward(_Pass):
             paid = _pay(above, floor, factors, tile)
             d_above = d_paid if factors is None else d_paid * factors
             # The kept weights share what the floor of the clamped ones leaves.
-            clamped = tile.seen - kept
+            clamped = tile.strip.seen - kept
             rest = 1.0 - floor * clamped
             mean = torch.where(rest > 0, (d_above * above).sum(-1, keepdim=True) / rest, 0.0)
             if self.needs["floor"]:
                 d_kept = (d_above * (above > 0)).sum(-1, keepdim=True)
-                for columns, limit in tile.limits:
+                for columns, limit in tile.strip.limits:
                     d_paid[..., columns].masked_fill_(limit < 0, 0.0)
                 self.grads["floor"][tile.at] = d_paid.sum(-1, keepdim=True) - d_kept - clamped * mean
             d_z = d_above.sub_(mean).mul_(above)
@@ -264,17 +273,17 @@ class _Backward(_Pass):
 
     def score(self, tile: Tile, d_y: Tensor, d_key: Tensor) -> None:
         """From y / gain to queries, keys, bias and centre."""
-        slope = tile.part(self.rate) * tile.part(self.gain)
-        query, factor, rows = self.query[tile.at], self.scaling * slope, tile.stack(d_y.to(self.dtype))
+        rows = tile.stack(d_y.to(self.dtype))
         if self.needs["query"]:
-            self.grads["query"][tile.at] = tile.combine(tile.key, rows) * factor
+            self.grads["query"][tile.at] = tile.combine(tile.key, rows)
         if self.needs["key"]:
-            _add_product(d_key, tile.stack((query * factor).to(self.dtype)).transpose(1, 2), rows)
+            query = (self.query[tile.at] * tile.part(self.factor_back)).to(self.dtype)
+            _add_product(d_key, tile.stack(query).transpose(1, 2), rows)
         if self.needs["bias"]:
             part = tile.part(self.grads["bias"])
-            part.add_((d_y * slope).sum_to_size(part.shape))
+            part.add_((d_y * tile.part(self.slope)).sum_to_size(part.shape))
         if self.needs["centre"]:
-            self.grads["centre"][tile.at] = d_y.sum(-1, keepdim=True) * -slope
+            self.grads["centre"][tile.at] = d_y.sum(-1, keepdim=True)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,21 +41,29 @@ class Block:
 
 
 @dataclass(frozen=True, eq=False)
-class Tile:
-    """n queries of a block, and m keys among which are all that they see."""
+class Strip:
+    """n rows of queries, m keys among which are all that they see, and which these are."""
 
-    at: tuple[slice, slice, slice]  # of B, H, N
+    rows: slice  # of N
     columns: slice  # of M
-    shape: tuple[int, int, int, int]  # b, h, n, m
-    key: Tensor  # (pairs, D, m)
-    value: Tensor  # (pairs, Dv, m)
     limits: list[tuple[slice, Tensor]]  # some of the m columns, and +inf at their visible, -inf at their hidden pairs
     seen: Tensor  # number of visible keys, (b|1, h|1, n|1, 1)
     blind: Tensor | None  # queries that see no key, None if there are none
 
+
+@dataclass(frozen=True, eq=False)
+class Tile:
+    """A strip of a block."""
+
+    at: tuple[slice, slice, slice]  # of B, H, N
+    shape: tuple[int, int, int, int]  # b, h, n, m
+    strip: Strip
+    key: Tensor  # (pairs, D, m)
+    value: Tensor  # (pairs, Dv, m)
+
     def part(self, tensor: Tensor) -> Tensor:
         """The tile's part of a tensor that broadcasts to (B, H, N, M or 1)."""
-        return part_of(tensor, *self.at, self.columns)
+        return part_of(tensor, *self.at, self.strip.columns)
 
     def stack(self, tensor: Tensor) -> Tensor:
         """(b, h, n, x) to (pairs, rows, x)."""
@@ -68,12 +75,12 @@ class Tile:
 
     def hide(self, scores: Tensor, to: float) -> Tensor:
         """Set hidden pairs, in place, to -inf, to +inf, or to 0 where no score is negative."""
-        for columns, limit in self.limits:
+        for columns, limit in self.strip.limits:
             part = scores[..., columns]
             if to > 0:
                 torch.maximum(part, -limit, out=part)
             else:
-                torch.minimum(part, limit.clamp(min=to), out=part)
+                torch.minimum(part, limit if to == -math.inf else limit.clamp(min=to), out=part)
         return scores
 
 
@@ -90,6 +97,7 @@ class Tiling:
     def __init__(self, query: Tensor, key: Tensor, value: Tensor, visible: Visible) -> None:
         self.query, self.key, self.value, self.visible = query, key, value, visible
         self.dtype, self.work = query.dtype, accumulate(query.dtype)
+        self._common: list[Strip] | None = None
 
     def blocks(self) -> Iterator[Block]:
         """As many pairs at a time as fill a tile: key heads of one batch entry, or all of several entries."""
@@ -124,7 +132,21 @@ class Tiling:
 
     def tiles(self, block: Block) -> Iterator[Tile]:
         """The tiles of a block in which any key is seen."""
-        visible, rows = block.visible, self.tile_size()[0]
+        for strip in self.strips(block.visible):
+            at, columns = (block.batch, block.heads, strip.rows), strip.columns
+            shape = (*self.query[at].shape[:3], columns.stop - columns.start)
+            yield Tile(at, shape, strip, block.key[..., columns], block.value[..., columns])
+
+    def strips(self, visible: Visible) -> list[Strip]:
+        """The strips of a block in which any key is seen."""
+        if visible.keys is not None or visible.dense is not None:
+            return list(self._strips(visible))
+        if self._common is None:  # all blocks see the same
+            self._common = list(self._strips(visible))
+        return self._common
+
+    def _strips(self, visible: Visible) -> Iterator[Strip]:
+        rows = self.tile_size()[0]
         for start in range(0, visible.n_queries, rows):
             stop = min(start + rows, visible.n_queries)
             low, high = visible.columns(start, stop)
@@ -149,17 +171,15 @@ class Tiling:
                     seen = seen + mask.sum(-1, keepdim=True)
                     limit = torch.full(mask.shape, -math.inf, dtype=self.work, device=mask.device)
                     limits.append((slice(left - low, right - low), limit.masked_fill_(mask, math.inf)))
-            at, columns, blind = (block.batch, block.heads, slice(start, stop)), slice(low, high), seen == 0
-            shape = (*self.query[at].shape[:3], high - low)
-            key, value = block.key[..., columns], block.value[..., columns]
-            yield Tile(at, columns, shape, key, value, limits, seen, blind if limits and blind.any() else None)
+            blind = seen == 0
+            yield Strip(slice(start, stop), slice(low, high), limits, seen, blind if limits and blind.any() else None)
 
 
 def lower_median(y: Tensor, tile: Tile) -> Tensor:
     """Lower median of the visible scores of each row, 0 in rows without any."""
     # Hidden scores count as +inf. So that one order statistic serves all rows, although their medians have different
     # ranks, rows get as many scores of -inf as their rank lacks.
-    rank = (tile.seen.clamp(min=1.0) - 1.0).div(2.0, rounding_mode="floor")
+    rank = (tile.strip.seen.clamp(min=1.0) - 1.0).div(2.0, rounding_mode="floor")
     last = int(rank.max())
     lacking = last - rank
     y = tile.hide(y.clone(), math.inf)
@@ -168,7 +188,9 @@ def lower_median(y: Tensor, tile: Tile) -> Tensor:
         front = torch.where(places < lacking, -math.inf, math.inf).to(y.dtype)
         y = torch.cat([front.expand(*y.shape[:3], -1), y], -1)
     if y.device.type == "cpu" and y.dtype == torch.float32:
-        median = torch.from_numpy(np.partition(y.numpy(), last, axis=-1)[..., last, None])
+        ordered = y.numpy()
+        ordered.partition(last, axis=-1)  # in place, as y is a copy
+        median = torch.from_numpy(ordered[..., last, None])
     else:
         median = y.kthvalue(last + 1, -1, keepdim=True).values
-    return median if tile.blind is None else median.masked_fill(tile.blind, 0.0)
+    return median if tile.strip.blind is None else median.masked_fill(tile.strip.blind, 0.0)

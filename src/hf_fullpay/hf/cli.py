@@ -74,7 +74,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_inputs(diagnose)
     diagnose.add_argument("--out", metavar="DIR", type=Path, help="write a page, report.json and report.md there")
     diagnose.add_argument("--attention", metavar="NAME", help="run the model under this attention instead of its own")
-    diagnose.add_argument("--against", metavar="NAME", help="compare with the same model under another attention")
+    diagnose.add_argument(
+        "--against", metavar="NAME", help="put the same model under another attention beside it, as what comes after"
+    )
     diagnose.add_argument("--checks", metavar="NAME", nargs="+", help="which checks (all)")
     diagnose.add_argument("--layers", metavar="N", nargs="+", type=int, help="which attention layers, from 0 (all)")
     diagnose.add_argument(
@@ -84,7 +86,11 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         help="the line a measure should keep, such as entropy=2.5",
     )
-    diagnose.add_argument("--strict", action="store_true", help="exit with 1 when a measure does not keep its line")
+    diagnose.add_argument(
+        "--strict",
+        action="store_true",
+        help="exit with 1 when a measure (after, with --against) does not keep its line",
+    )
     diagnose.set_defaults(run=_diagnose)
 
     calibrate = commands.add_parser("calibrate", help="bounds per layer and head from your texts or images, as a plan")
@@ -293,11 +299,14 @@ def _diagnose(options: argparse.Namespace) -> int:
         model = load_model(options.model, attention)
         inputs = _inputs(options, model) if inputs is None else inputs
         reports.append(diagnose(model, inputs, **settings))
-    result = reports[0] if len(reports) == 1 else compare(reports[1], reports[0])
-    Console().print(result)
+    result = reports[0] if len(reports) == 1 else compare(*reports)
+    if sys.stdout.isatty():
+        Console().print(result)
+    else:
+        print(result)
     if options.out is not None:
         print(f"written: {result.save(options.out)}")
-    return 1 if options.strict and not reports[0].passed else 0
+    return 1 if options.strict and not reports[-1].passed else 0
 
 
 def _calibrate(options: argparse.Namespace) -> int:

@@ -137,12 +137,13 @@ def attention_modules(model: nn.Module) -> dict[nn.Module, str]:
 
 
 @contextmanager
-def watch(model: nn.Module, see: Callable[[Seen], None]) -> Iterator[None]:
+def watch(model: nn.Module, see: Callable[[Seen], Tensor | None]) -> Iterator[None]:
     """Call `see` with every attention call of `model` inside the context.
 
     Args:
         model: any Transformers model, not compiled.
-        see: called after each attention call, in the order of layers, from within the model's forward.
+        see: called after each attention call, in the order of layers, from within the model's forward. A tensor that it
+            returns goes on in place of `seen.output`.
 
     Raises:
         ValueError: for a model whose attention does not route, at once; for a call that cannot be read, from within it.
@@ -160,7 +161,8 @@ def watch(model: nn.Module, see: Callable[[Seen], None]) -> Iterator[None]:
             if module in paths:
                 index, counter[0] = counter[0], counter[0] + 1
                 mask = args[0] if args else told.pop("attention_mask", None)
-                see(_read(index, paths[module], module, name, query, key, value, mask, told, result[0]))
+                changed = see(_read(index, paths[module], module, name, query, key, value, mask, told, result[0]))
+                result = result if changed is None else (changed, *result[1:])
             return result
 
         return listening
