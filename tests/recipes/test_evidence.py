@@ -152,7 +152,8 @@ def test_memory():
     }
     assert ROWS["E3"].judge(result(figures, "eager"), accuracies(0.0)).word == HOLDS
     assert ROWS["E3"].judge(result(figures, "eager"), accuracies(-0.05)).word == IN_PART
-    assert ROWS["E3"].judge(result(figures, "eager"), None).word == IN_PART
+    figures["window + global"] = {"peak (MiB)": [40.0]}
+    assert ROWS["E3"].judge(result(figures, "eager"), accuracies(-0.05)).word == NOT
     figures |= {"checkpointing": {"peak (MiB)": [10.0]}, "bf16": {"peak (MiB)": [31.0]}}
     assert ROWS["E11"].judge(result(figures, "eager")).word == IN_PART
 
