@@ -8,9 +8,7 @@ thread, bytes spilled (stores and loads), shared memory of a program, instructio
 matrix instructions), and warnings of ptxas. The launches are those of the package, recorded on tensors without memory,
 so the tiles are those of fullpay_kernels/config.py.
 
-The exit status is 1 when a bar is missed. Everywhere: shared memory fits. On sm_90 also, for halves: no spills in a
-forward kernel, at most 64 bytes in the gradients of keys, warpgroup products in every attention kernel, and no C75xx
-warning, which says that ptxas serialises these products.
+The exit status is 1 when a bar of aot_bars.py is missed.
 """
 
 from __future__ import annotations
@@ -44,8 +42,10 @@ sys.path.insert(0, str(ROOT / "kernels" / "torch-ext"))
 
 from fullpay_kernels import api, clamp, decode, launch, mean, median
 
+from aot_bars import missed
+from provenance import provenance
+
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-SHARED = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "gfx942": 64, "gfx950": 160}  # KiB a program may have
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BATCH, HEADS, LENGTH = 4, 32, 4096
 PLAIN, BOUNDED, MIXTURE = {}, {"tanh": True}, {"share": True}
@@ -132,6 +132,8 @@ def call_for(case: dict[str, Any], width: int, dtype: torch.dtype) -> launch.Cal
         options["keys"] = meta(batch, LENGTH, of=torch.bool)
     if case.get("mask"):
         options["mask"] = meta(batch, 1, *pairs[2:], of=torch.bool)
+    for name in ("query", "key", "value", "mean"):  # as `attention` does
+        inputs[name] = None if inputs[name] is None else api.aligned(inputs[name])
     call = api._call(inputs, options)
     if case.get("packed"):
         object.__setattr__(call, "segments", launch.Segments(*(meta(LENGTH, of=torch.int32) for _ in range(4))))
@@ -261,18 +263,20 @@ def describe(compiled: Any, log: str, arch: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def missed(row: dict[str, Any]) -> list[str]:
-    """Bars that a row misses."""
-    kernel = row["name"].split(": ")[1]
-    bars = {"too much shared memory": row["shared_bytes"] > SHARED.get(row["arch"], 99) * 1024}
-    if row["arch"] == "sm_90" and row["attention"] and row["dtype"] != "fp32":
-        bars |= {
-            "spills": kernel in ("forward", "clamp solve", "clamp pay") and row["spill_bytes"] > 0,
-            "spills above 64 bytes": kernel == "keys" and row["spill_bytes"] > 64,
-            "no warpgroup products": kernel != "delta" and row["wgmma"] == 0,
-            "products serialised": bool(row["warnings"]),
-        }
-    return [bar for bar, red in bars.items() if red]
+def compiler(arch: str) -> dict[str, str]:
+    """Versions of what compiled."""
+    versions = {"triton": triton.__version__}
+    if arch.startswith("sm_"):
+        tool = TOOLS / ("ptxas-blackwell" if int(arch[3:]) >= 100 else "ptxas")
+        said = subprocess.run([tool, "--version"], capture_output=True, text=True, check=True).stdout
+        versions["ptxas"] = re.findall(r"V([\d.]+)", said)[-1]
+    return versions
+
+
+def part_of(arguments: dict[str, Any]) -> str:
+    """Which of several launches of a kernel this is: a step of a clamp, or the gradient of keys or values alone."""
+    alone = [name for name, other in (("d_key", "d_value"), ("d_value", "d_key")) if arguments.get(other, 0) is None]
+    return "".join(f" {word}" for word in [arguments.get("STEP"), *alone] if word)
 
 
 def main() -> int:
@@ -287,24 +291,21 @@ def main() -> int:
     options = parser.parse_args()
     widths = options.widths or ([64] if options.quick else [64, 128])
     cases = options.cases or (QUICK if options.quick else CASES)
-    rows, red = [], 0
+    rows, red, origin = [], 0, provenance("cpu", **compiler(options.arch))
     for dtype, width in itertools.product(options.dtype, widths):
-        work = [(case, True, launches_of(CASES[case], width, DTYPES[dtype], options.arch)) for case in cases]
+        work = [(case, launches_of(CASES[case], width, DTYPES[dtype], options.arch)) for case in cases]
         if not options.cases:
-            work += [(name, False, launches) for name, launches in others(width, DTYPES[dtype], options.arch)]
+            work += others(width, DTYPES[dtype], options.arch)
         seen = set()
-        for case, is_attention, launches in work:
+        for case, launches in work:
             for kernel, arguments in launches:
-                step = arguments.get("STEP")
-                name = f"{case}: {kernel.__name__.removesuffix('_kernel')}" + (f" {step}" if step else "")
+                name = f"{case}: {kernel.__name__.removesuffix('_kernel')}{part_of(arguments)}"
                 if (name, width) in seen or (kernel.__name__ == "delta_kernel" and case not in QUICK):
                     continue
                 seen.add((name, width))
                 row = {"name": name, "arch": options.arch, "dtype": dtype, "head_dim": width}
                 row |= describe(*build(kernel, dict(arguments), options.arch), options.arch)
-                row["attention"] = is_attention
                 bars = missed(row)
-                del row["attention"]
                 red += bool(bars)
                 rows.append(row)
                 print(
@@ -315,7 +316,7 @@ def main() -> int:
                 )
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({"triton": triton.__version__, "rows": rows}, indent=1) + "\n")
+        options.json.write_text(json.dumps({"provenance": origin, "rows": rows}, indent=1) + "\n")
     print(f"{len(rows)} kernels for {options.arch} with Triton {triton.__version__}, {red} below a bar")
     return 1 if red else 0
 

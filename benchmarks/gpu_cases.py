@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from cases import DIRECTIONS, allows
 from hf_fullpay import PRESETS, AttentionPlan, Softmax
-from hf_fullpay.backends import lacks
+from hf_fullpay.backends import LACKS, lacks
 
 PLAIN = "plain"
 SDPA = ("cudnn", "flash", "efficient", "math")
@@ -87,7 +87,8 @@ def contenders(names: Sequence[str] | None, is_causal: bool, decode: bool) -> It
             continue
         if name != PLAIN:
             yield Contender(name, "torch")
-        yield Contender(name, "triton", lacks("triton", plan) or "")
+        cached = LACKS["triton"]["relays of a cache"] if decode and plan.reach.kind == "blocks" else ""
+        yield Contender(name, "triton", lacks("triton", plan) or cached)
         yield Contender(name, "flex", "one query: not compared" if decode else lacks("flex", plan) or "")
         if plan.reach.kind == "band" and isinstance(plan.payment, Softmax) and not decode:
             yield Contender(name, "flash_window")

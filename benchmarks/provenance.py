@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -21,8 +22,8 @@ def provenance(device: str, **details: Any) -> dict[str, Any]:
     """Command, commit, date, versions and machine."""
     script = f"benchmarks/{Path(sys.argv[0]).name}"
     return {
-        "command": " ".join(["python", script, *sys.argv[1:]]), "commit": _git("rev-parse", "HEAD"),
-        "changed": bool(_git("status", "--porcelain", "src", "kernels", "benchmarks/*.py")),
+        "command": shlex.join(["python", script, *sys.argv[1:]]), "commit": _git("rev-parse", "HEAD"),
+        "changed": bool(_git("status", "--porcelain", "src", "kernels", ":!kernels/benchmarks", "benchmarks/*.py")),
         "date": time.strftime("%Y-%m-%d"), "torch": torch.__version__, "python": platform.python_version(),
         "device": torch.cuda.get_device_name() if device == "cuda" else f"{_processor()}, {os.cpu_count()} cores",
         "version": hf_fullpay.__version__, **details,

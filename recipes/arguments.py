@@ -121,38 +121,45 @@ def config_of(options: argparse.Namespace) -> Any:
         ) from error
 
 
-def model_of(options: argparse.Namespace, auto: Any, **changes: Any) -> nn.Module:
+def model_of(options: argparse.Namespace, auto: Any, *, channel_attention: bool = False, **changes: Any) -> nn.Module:
     """A checkpoint under the chosen attention: converted where the plan is ours, so that it is saved with it.
 
     Args:
         options: of `add_arguments`.
         auto: AutoModelFor..., which knows the head.
+        channel_attention: of `convert`; the ordinary softmax of --attention sdpa is converted then, too.
         changes: for `from_pretrained`, such as num_labels.
 
     Raises:
         ValueError, OSError: for a checkpoint that is not there, or one that the plan does not fit.
     """
     plan, place, config = plan_of(options), checkpoint(options.model)[0], config_of(options)
+    if channel_attention and plan is None:
+        if options.attention != "sdpa":
+            raise ValueError(
+                f"channel attention: expected a preset, a plan or sdpa, got --attention {options.attention}."
+            )
+        plan = hf_fullpay.AttentionPlan()
     if options.no_attention_dropout:
         changes |= {name: 0.0 for name in ATTENTION_DROPOUT if hasattr(config, name)}
     attention = "sdpa" if plan is not None else options.attention
     model = auto.from_pretrained(place, attn_implementation=attention, **changes)
     if plan is not None:
-        model = hf_fullpay.convert(model, plan)
+        model = hf_fullpay.convert(model, plan, channel_attention=channel_attention)
     if options.gradient_checkpointing:
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     return adapted(model, options.lora) if options.lora else model
 
 
 def adapted(model: Any, rank: int) -> nn.Module:
-    """The model with LoRA on all its linear layers; heads and the learned numbers of the attention are trained whole."""
+    """The model with LoRA on all its linear layers; heads, learned numbers and channel attention stay whole."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise ValueError("--lora: expected the package peft, got none. Install it with: pip install peft") from error
     parts = {part for path, _ in model.named_modules() for part in path.split(".")}
     heads = [name for name in HEADS if name in parts]
-    learned = ["fullpay"] if "fullpay" in parts else []
+    learned = [name for name in ("fullpay", "channel_attention") if name in parts]
     return get_peft_model(
         model,
         LoraConfig(r=rank, target_modules="all-linear", exclude_modules=heads, modules_to_save=heads + learned),

@@ -4,6 +4,7 @@ import pytest
 import torch
 from formula import DEVICE, compare, dense, leaf, results
 from fullpay_kernels import attention
+from fullpay_kernels.align import aligned
 from fullpay_kernels.config import Tile
 
 B, H, G = 2, 4, 2
@@ -286,3 +287,15 @@ def test_not_differentiable_twice():
     grad = torch.autograd.grad(attention(**inputs).sum(), inputs["query"], create_graph=True)[0]
     with pytest.raises(RuntimeError):
         torch.autograd.grad(grad.sum(), inputs["query"])
+
+
+@pytest.mark.parametrize(
+    ("width", "stride", "first", "copied"), [(16, 32, 0, 0), (24, 24, 0, 1), (16, 24, 0, 1), (16, 32, 1, 1)]
+)
+def test_rows_that_are_not_aligned_are_copied(width, stride, first, copied):
+    x = torch.randn(2, 3, 5, stride, device=DEVICE)[..., first : first + width]
+    y = aligned(x)
+    assert (y.data_ptr() != x.data_ptr()) == bool(copied)
+    assert torch.equal(y[..., :width], x)
+    assert y.shape[-1] % 16 == 0
+    assert not y[..., width:].any()

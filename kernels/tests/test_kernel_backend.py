@@ -5,7 +5,7 @@ import torch
 from formula import DEVICE, compare, leaf
 
 import hf_fullpay
-from hf_fullpay import PRESETS, AttentionPlan, Bounded, attention, backend
+from hf_fullpay import PRESETS, AttentionPlan, Blocks, Bounded, Mixture, attention, backend
 from hf_fullpay.attend import attend
 from hf_fullpay.backends import lacks
 from hf_fullpay.core.visible import Visible
@@ -14,6 +14,7 @@ from hf_fullpay.fast import kernels
 pytestmark = pytest.mark.filterwarnings("ignore::hf_fullpay.FullPayWarning")
 SERVED = {name: plan for name, plan in PRESETS.items() if lacks("triton", plan) is None}
 SERVED["median"] = AttentionPlan(scores=Bounded(bound=0.5, centre="median", temperature=1.0))
+SERVED["blocks"] = AttentionPlan(reach=Blocks(4), payment=Mixture(floor=0.01, budget=0.2))
 
 
 def under(chosen, plan, **options):
@@ -34,6 +35,23 @@ def test_presets_equal_the_reference(name, case):
     if case == "left_padded":
         options["visible"] = torch.arange(21, device=DEVICE).expand(2, -1) >= torch.tensor([[0], [9]], device=DEVICE)
     compare(under("triton", SERVED[name], **options), under("reference", SERVED[name], **options), inputs)
+
+
+def test_blocks_of_an_encoder_equal_the_reference():
+    inputs = {"query": leaf(2, 2, 21, 16), "key": leaf(2, 1, 21, 16), "value": leaf(2, 1, 21, 16)}
+    keys = torch.arange(21, device=DEVICE).expand(2, -1) >= torch.tensor([[0], [9]], device=DEVICE)
+    compare(*(under(name, SERVED["blocks"], visible=keys) for name in ("triton", "reference")), inputs)
+
+
+def test_what_the_kernel_of_blocks_cannot_do_is_refused():
+    query, pairs = torch.randn(1, 2, 9, 16, device=DEVICE), torch.ones(9, 9, dtype=torch.bool, device=DEVICE)
+    plan = AttentionPlan(reach=Blocks(4))
+    with pytest.raises(ValueError, match="takes no mask or bias of pairs"):
+        under("triton", plan, visible=pairs[None, None])(query, query, query)
+    with pytest.raises(ValueError, match="not a step with a cache"):
+        under("triton", plan, is_causal="lower_right")(query[:, :, -1:], query, query)
+    with pytest.raises(ValueError, match="takes ordinary scores alone"):
+        under("triton", AttentionPlan(reach=Blocks(4), scores=Bounded()))(query, query, query)
 
 
 @pytest.mark.parametrize("name", ["fullpay", "fullpay_band", "bounded_fullpay"])

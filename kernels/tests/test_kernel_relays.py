@@ -12,17 +12,19 @@ def formula(query, key, value, *, scaling, size, causal=False, keys=None):
     alive = torch.ones(query.shape[0], n, dtype=torch.bool, device=DEVICE) if keys is None else keys
     key, value = (x.masked_fill(~alive[:, None, :, None], 0.0) for x in (key, value))
     place = torch.arange(n, device=DEVICE)
-    block, relay = place // size, torch.arange(-(-n // size), device=DEVICE)
-    member = (relay[:, None] == block) & alive[:, None]  # (B, P, N)
+    first = alive.to(torch.uint8).argmax(-1, keepdim=True)
+    block = (place - first).div(size, rounding_mode="floor")  # (B, N)
+    relay = torch.arange(-(-n // size), device=DEVICE)
+    member = (relay[:, None] == block[:, None]) & alive[:, None]  # (B, P, N)
     counts = member.sum(-1)
     weights = (member / counts.clamp(min=1)[..., None])[:, None].to(key.dtype)
     keys_all, values_all = torch.cat([key, weights @ key], 2), torch.cat([value, weights @ value], 2)
     scores = query @ keys_all.mT * scaling
     bias = torch.cat([torch.zeros_like(alive, dtype=scores.dtype), counts.clamp(min=1).log()], 1)[:, None, None]
-    own = (block[:, None] == block) & alive[:, None]
-    others = (block[:, None] != relay) & (counts > 0)[:, None]
+    own = (block[..., None] == block[:, None]) & alive[:, None]
+    others = (block[..., None] != relay) & (counts > 0)[:, None]
     if causal:
-        own, others = own & (place <= place[:, None]), others & (relay < block[:, None])
+        own, others = own & (place <= place[:, None]), others & (relay < block[..., None])
     seen = torch.cat([own, others], -1)[:, None]
     return (torch.softmax((scores + bias).masked_fill(~seen, -3e4), -1) * seen).to(value.dtype) @ values_all
 
@@ -39,14 +41,32 @@ def test_lengths(n, size, causal):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_padding_is_never_read(causal):
-    keys = torch.arange(65, device=DEVICE) >= torch.tensor([[0], [37]], device=DEVICE)
-    inputs = tensors(65) | {"size": 16, "causal": causal, "keys": keys}
+@pytest.mark.parametrize("side", ["left", "right", "holes", "all"])
+def test_padding_is_never_read_and_moves_no_block(causal, side):
+    place = torch.arange(41, device=DEVICE)
+    padded = torch.tensor([[0], [23]], device=DEVICE)
+    keys = place >= padded if side == "left" else place < 41 - padded
+    if side == "holes":
+        keys = (place >= padded) & (place % 7 != 3)
+    elif side == "all":
+        keys = keys & (padded == 0)
+    inputs = tensors(41) | {"size": 16, "causal": causal, "keys": keys}
     for name in ("key", "value"):
         inputs[name] = inputs[name].detach().masked_fill(~keys[:, None, :, None], float("nan")).requires_grad_()
     got = compare(relay_attention, formula, inputs)
-    if causal:
-        assert (got["out"][1, :, :37] == 0).all()
+    if causal and side == "left":
+        assert (got["out"][1, :, :23] == 0).all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_left_padding_changes_nothing(causal):
+    inputs = {name: x.detach() if isinstance(x, torch.Tensor) else x for name, x in tensors(33).items()}
+    options = {"scaling": inputs.pop("scaling"), "size": 16, "causal": causal}
+    bare = relay_attention(**inputs, **options)
+    padded = {name: torch.nn.functional.pad(x, (0, 0, 5, 0)) for name, x in inputs.items()}
+    keys = (torch.arange(38, device=DEVICE) >= 5).expand(2, -1)
+    moved = relay_attention(**padded, **options, keys=keys)[:, :, 5:]
+    torch.testing.assert_close(moved, bare, atol=1e-6, rtol=1e-6)  # other tiles, another order of sums
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

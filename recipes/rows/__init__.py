@@ -1,8 +1,9 @@
 """Rows of the evidence: one for each figure of the sources, by what it takes to measure it."""
 
 from rows.arithmetic import F7
+from rows.bounds import B4, B5, B6, B7
 from rows.depth import E12, F9
-from rows.elsewhere import B4, B5, B6, B7, E7, E10, E13, E14, F8
+from rows.elsewhere import E7, E10, E13, E14, F8
 from rows.leak import E1
 from rows.list_operations import LISTOPS
 from rows.long_texts import F6

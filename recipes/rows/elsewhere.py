@@ -1,8 +1,4 @@
-"""Rows that other recipes measure: read from what they wrote to recipes/results.
-
-A result may say itself what follows for a row: {"evidence": {"F8": {"word": "holds", "ours": "...", "why": "..."}}}. The
-rule it went by stands here.
-"""
+"""Rows that other recipes measure, read from what they wrote to recipes/results: images, generation, heads, the sine."""
 
 from __future__ import annotations
 
@@ -12,18 +8,6 @@ from typing import Any
 from rows.row import HOLDS, IN_PART, NOT, NOT_MEASURED, Row, Verdict
 
 RESULTS = "recipes/results"
-
-
-def told(name: str) -> Any:
-    """A judge that reads the verdict which the recipe wrote down."""
-
-    def judge(*results: dict[str, Any] | None) -> Verdict:
-        for result in results:
-            if result is not None and name in result.get("evidence", {}):
-                return Verdict(**result["evidence"][name])
-        return Verdict(NOT_MEASURED, why="the recipe's result says nothing of it")
-
-    return judge
 
 
 def judge_sine(result: dict[str, Any]) -> Verdict:
@@ -68,47 +52,6 @@ def judge_roles(result: dict[str, Any]) -> Verdict:
     return Verdict(IN_PART if costs else NOT, ours, why + " more than random heads" if costs else "no head has a role")
 
 
-def judge_bounded(result: dict[str, Any]) -> Verdict:
-    """B4, from classifiers before and after the migration, paired by seed; memory and stability stand elsewhere."""
-    found = result["summary"]
-    change = found["fp32.accuracy"]["difference"]
-    smaller = {
-        name: found[f"largest.{name}"]["before"]["mean"] / found[f"largest.{name}"]["after"]["mean"]
-        for name in ("logit", "hidden")
-    }
-    ours = (
-        f"accuracy {100 * change['mean']:+.1f}{_error(change)} points; largest logit {smaller['logit']:.1f}x smaller, "
-        f"largest hidden state {smaller['hidden']:.1f}x"
-    )
-    kept, lower = change["mean"] > -0.005, max(smaller.values()) >= 4
-    why = (
-        "bounding takes no memory away"
-        if min(smaller.values()) >= 4
-        else ("what is bounded is logits; hidden states are another matter")
-    )
-    return Verdict(IN_PART if kept or lower else NOT, ours, why)
-
-
-def judge_eight_bits(result: dict[str, Any]) -> Verdict:
-    """B7: the gap in accuracy between INT8 and FP32, before and after bounding."""
-    gap, moved = result["summary"]["gap.accuracy"], result["summary"]["largest_input"]
-    change = gap["difference"]
-    ours = (
-        f"INT8 minus FP32: {100 * gap['before']['mean']:+.1f} points before, {100 * gap['after']['mean']:+.1f} after, "
-        f"difference {100 * change['mean']:+.1f}{_error(change)}; largest input of a linear layer "
-        f"{moved['before']['mean']:.1f} and {moved['after']['mean']:.1f}"
-    )
-    chance = math.inf if change["error"] is None else 2 * change["error"]
-    word = HOLDS if change["mean"] > chance else IN_PART if change["mean"] > 0 else NOT
-    return Verdict(
-        word, ours, "" if word == HOLDS else "no difference beyond chance" if abs(change["mean"]) <= chance else ""
-    )
-
-
-def _error(change: dict[str, Any]) -> str:
-    return "" if change["error"] is None else f" ± {100 * change['error']:.1f}"
-
-
 def judge_images(kind: str) -> Any:
     """F8, E7: accuracy against ordinary attention, over data sets and resolutions."""
 
@@ -150,12 +93,10 @@ def judge_repetition(result: dict[str, Any]) -> Verdict:
     return Verdict(word, ours)
 
 
-def row(
-    name: str, figure: str, measured: str, material: str, rule: str, recipe: str, *files: str, judge: Any = None
-) -> Row:
+def row(name: str, figure: str, measured: str, material: str, rule: str, recipe: str, *files: str, judge: Any) -> Row:
     """A row of another recipe."""
     return Row(
-        name=name, figure=figure, measured=measured, material=material, rule=rule, judge=judge or told(name),
+        name=name, figure=figure, measured=measured, material=material, rule=rule, judge=judge,
         command=f"python recipes/{recipe}", reads=tuple(f"{RESULTS}/{file}" for file in files),
     )  # fmt: skip
 
@@ -189,46 +130,6 @@ E10 = row(
     "generate_long.py",
     "generate_long.json",
     judge=judge_repetition,
-)
-B4 = row(
-    "B4",
-    "GLUE mean drop under 0.5 %, largest activation 4 to 8x lower, training stability +23 %, memory -15 %",
-    "accuracy, largest logit and largest hidden state after the gradual migration, against the ordinary model; the range of "
-    "learning rates is B8",
-    "all-MiniLM-L6-v2, film reviews (GLUE is in no package)",
-    "in part if accuracy drops by under 0.5 points or the largest logit or hidden state falls 4-fold; it cannot hold in "
-    "full, since bounded attention takes more memory than SDPA (benchmarks)",
-    "quantize_check.py",
-    "quantize_check.json",
-    judge=judge_bounded,
-)
-B5 = row(
-    "B5",
-    "migration: monitor scores, find sensitive layers; layers under the transition stay ordinary (no figure)",
-    "quality under each step of the migration",
-    "as B4",
-    "holds if the gradual migration loses less than converting all layers at once",
-    "migrate_bounded.py",
-    "migrate_bounded.json",
-)
-B6 = row(
-    "B6",
-    "tau about 1/sqrt(sequence length); keep the last layer of a classifier ordinary (no figure)",
-    "quality with tau fixed and automatic, with and without the last layer",
-    "as B4",
-    "holds if both choices lose less than their opposites",
-    "migrate_bounded.py",
-    "migrate_bounded.json",
-)
-B7 = row(
-    "B7",
-    "bounded attention is friendly to quantisation (no figure)",
-    "INT8 gap in accuracy, before and after bounding",
-    "as B4",
-    "holds if the gap is smaller after bounding, beyond two standard errors; in part if smaller by less",
-    "quantize_check.py",
-    "quantize_check.json",
-    judge=judge_eight_bits,
 )
 E13 = row(
     "E13",

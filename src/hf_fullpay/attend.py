@@ -78,7 +78,9 @@ def attend(
     strengths = strengths or {}
     if 0 in (query.shape[2], key.shape[2]) and hosted is None:
         return reference_attention(query, key, value, plan=plan, allowed=allowed, scaling=scaling)[0]
-    backend = "host" if hosted is not None else choose(plan, query, key, value, bias=bias, dropout=dropout)
+    backend = "host"
+    if hosted is None:
+        backend = choose(plan, query, key, value, bias=bias, dropout=dropout, allowed=allowed)
     if isinstance(plan.reach, Blocks | Chunks) and backend != "reference":
         allowed = one_row(allowed)
         backend = backend if has_fast_path(query, allowed, bias) else "reference"
@@ -100,7 +102,8 @@ def attend(
     cut, paid = cut_by_reach(query, key, value, call), None
     if isinstance(plan.payment, Mixture) and not (plan.payment.is_neutral and "budget" not in strengths):
         paid = _paid(query, value, cut, call, past, backend)
-    fused = paid if backend == "triton" else None  # the kernels blend as they write
+    # The kernels blend as they write, but for the one of relays.
+    fused = paid if backend == "triton" and not isinstance(plan.reach, Blocks) else None
     output = cut.join([weigh(piece, call, backend, fused) for piece in cut.pieces]) if hosted is None else hosted
     if paid is not None and fused is None:
         output = blend(output, *paid)

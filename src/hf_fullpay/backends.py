@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from hf_fullpay.core.errors import check_choice, wrong
+from hf_fullpay.core.visible import Visible
 from hf_fullpay.core.warning import warn
 from hf_fullpay.payment import Clamp
 from hf_fullpay.plan import AttentionPlan
-from hf_fullpay.reach import Band, Full
+from hf_fullpay.reach import Band, Blocks, Full
 from hf_fullpay.scores import Bounded, DelayBias
 
 BACKENDS = ("auto", "reference", "torch", "sdpa", "flex", "triton")
@@ -54,7 +55,10 @@ LACKS: Mapping[str, Mapping[str, str]] = {
     "triton": {
         "rescale": "the kernels have no slope='rescale'",
         "delay": "the kernels have no delay bias",
-        "own reach": "no kernel is called for this reach",
+        "chunks and windows": "there is no kernel for chunks and windows",
+        "bounded relays": "the kernel of blocks takes ordinary scores alone",
+        "relays of pairs": "the kernel of blocks takes no mask or bias of pairs",
+        "relays of a cache": "the kernel of blocks takes as many queries as keys, not a step with a cache",
         "dropout": "the kernels have no dropout",
         "float64": "the kernels take no float64",
         "wide heads": "the kernels take heads up to a width of 256",
@@ -108,8 +112,11 @@ def chosen() -> str:
 def features_of(plan: AttentionPlan) -> set[str]:
     """What a plan asks of a backend, in the words of `LACKS`."""
     found = {"own reach"} if not isinstance(plan.reach, Full | Band) else set()
+    if found and not isinstance(plan.reach, Blocks):
+        found.add("chunks and windows")
     if isinstance(plan.scores, Bounded):
         found |= {"bounded"} | ({plan.scores.centre, plan.scores.slope} & {"median", "rescale"})
+        found |= {"bounded relays"} if isinstance(plan.reach, Blocks) else set()
     if isinstance(plan.payment, Clamp):
         found.add("clamp")
     if isinstance(plan.scores, DelayBias):
@@ -117,8 +124,12 @@ def features_of(plan: AttentionPlan) -> set[str]:
     return found
 
 
-def _features_of_call(name: str, tensors: tuple[Tensor, ...], bias: Tensor | None, dropout: float) -> set[str]:
-    query, _, value = tensors
+def _features_of_call(
+    name: str, plan: AttentionPlan, tensors: tuple[Tensor, ...], bias: Tensor | None, dropout: float,
+    allowed: Visible | None,
+) -> set[str]:  # fmt: skip
+    query, key, value = tensors
+    relays = isinstance(plan.reach, Blocks)
     cpu = query.device.type == "cpu"
     trains = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     asked = {
@@ -127,6 +138,8 @@ def _features_of_call(name: str, tensors: tuple[Tensor, ...], bias: Tensor | Non
         "float64": query.dtype == torch.float64,
         "wide heads": max(query.shape[-1], value.shape[-1]) > 256,
         "training on a CPU": cpu and trains,
+        "relays of pairs": relays and (bias is not None or (allowed is not None and allowed.dense is not None)),
+        "relays of a cache": relays and query.shape[2] != key.shape[2],
     }
     if name == "flex":
         from hf_fullpay.fast.flex import has_compiler
@@ -141,10 +154,17 @@ def _features_of_call(name: str, tensors: tuple[Tensor, ...], bias: Tensor | Non
 
 
 def lacks(
-    name: str, plan: AttentionPlan, tensors: tuple[Tensor, ...] = (), bias: Tensor | None = None, dropout: float = 0.0
+    name: str,
+    plan: AttentionPlan,
+    tensors: tuple[Tensor, ...] = (),
+    bias: Tensor | None = None,
+    dropout: float = 0.0,
+    allowed: Visible | None = None,
 ) -> str | None:
     """Why a backend cannot serve a plan, or a call of it; None if it can."""
-    features = features_of(plan) | (_features_of_call(name, tensors, bias, dropout) if tensors else set())
+    features = features_of(plan)
+    if tensors:
+        features |= _features_of_call(name, plan, tensors, bias, dropout, allowed)
     reasons = [LACKS[name][feature] for feature in LACKS[name] if feature in features]
     return "; ".join(reasons) or None
 
@@ -157,13 +177,14 @@ def choose(
     *,
     bias: Tensor | None,
     dropout: float,
+    allowed: Visible | None = None,
 ) -> str:
-    """The backend of one call; "sdpa" is answered as "torch".
+    """The backend of one call, `allowed` being the keys that its mask allows; "sdpa" is answered as "torch".
 
     Raises:
         ValueError: if the one asked for cannot serve it.
     """
-    call = (plan, (query, key, value), bias, dropout)
+    call = (plan, (query, key, value), bias, dropout, allowed)
     if _choice.name != "auto":
         if reason := lacks(_choice.name, *call):
             raise wrong(

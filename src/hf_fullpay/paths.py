@@ -7,9 +7,9 @@
     windows                pieces, each by the first row                       -
 
 host is torch's scaled_dot_product_attention (chunked for a band); tiles and delay compute scores anew in tiles of rows;
-FlexAttention or our Triton kernels take the place of host and tiles where `backends` says so. The plan refuses what is not
-in the table. A mask or a bias of pairs, which the model itself brings, has the size of all pairs: windows then join the
-mask, and blocks and chunks go to the reference.
+FlexAttention or our Triton kernels take the place of host, tiles and relays where `backends` says so. The plan refuses
+what is not in the table. A mask or a bias of pairs, which the model itself brings, has the size of all pairs: windows then
+join the mask, and blocks and chunks go to the reference.
 
 Dimensions: B batch, H query heads, G key/value heads (G divides H), N queries, M keys, D and Dv widths.
 """
@@ -32,7 +32,7 @@ from hf_fullpay.fast.cut import Cut, Piece, whole
 from hf_fullpay.fast.delay import delayed_attention
 from hf_fullpay.fast.grid import Grid, grid_cut
 from hf_fullpay.fast.host import host_attention
-from hf_fullpay.fast.kernels import kernel_attention
+from hf_fullpay.fast.kernels import kernel_attention, kernel_relays
 from hf_fullpay.fast.mean import visible_mean
 from hf_fullpay.fast.relays import Squash, relay_attention
 from hf_fullpay.fast.sliding import sliding_cut, step_cut
@@ -102,6 +102,8 @@ def weigh(piece: Piece, call: Call, backend: str, paid: tuple[Tensor, Tensor] | 
         return _delayed(piece, call)
     if isinstance(plan.reach, Blocks):
         size = plan.reach.size
+        if backend == "triton":
+            return kernel_relays(query, key, value, **common, size=size)
         return relay_attention(query, key, value, **common, size=size, squash=_squash(rows), dropout=call.dropout)
     if isinstance(plan.reach, Chunks):
         exchange = to_heads("exchange", call.strengths.get("exchange", plan.reach.exchange), query)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from transformers import BertTokenizer
+from transformers import BertTokenizer, ViTImageProcessorPil
 
 from families import build
 from hf_fullpay import AttentionPlan, Mixture
@@ -24,6 +24,15 @@ def tiny_bert(folder: Path, **changes: Any) -> Path:
     build("bert", **changes).save_pretrained(folder)
     vocabulary = {word: i for i, word in enumerate([*MARKS, *WORDS])}
     BertTokenizer(vocab=vocabulary).save_pretrained(folder)
+    return folder
+
+
+def tiny_vit(folder: Path) -> Path:
+    """A ViT of two layers with its image processor."""
+    model = build("vit")
+    model.save_pretrained(folder)
+    side = model.config.image_size
+    ViTImageProcessorPil(size={"height": side, "width": side}).save_pretrained(folder)
     return folder
 
 

@@ -203,34 +203,35 @@ def test_images(change, word):
     assert ROWS["F8"].judge({"digits": {"table": table}}).word == word
 
 
-def migrated(accuracy, gap, hidden):
-    def sides(before, after):
-        return {
-            "before": {"mean": before},
-            "after": {"mean": after},
-            "difference": {"mean": after - before, "error": 0.001},
-        }
-
-    named = {
-        "fp32.accuracy": sides(0.9, 0.9 + accuracy), "gap.accuracy": sides(-0.02, -0.02 + gap),
-        "largest_input": sides(9.0, 8.0),
-        "largest.logit": sides(40.0, 8.0), "largest.hidden": sides(40.0, 40.0 / hidden),
-    }  # fmt: skip
-    return {"summary": named}
+def migrated(accuracy, hidden, last, left):
+    ours = {
+        "attention": "bounded",
+        "figures": {"smaller.logit": {"mean": 4.0}, "smaller.hidden": {"mean": hidden}},
+        "difference": {
+            "after.accuracy": {"mean": accuracy, "error": 0.01},
+            "after.loss": {"mean": left, "error": 0.01},
+        },
+    }
+    return {"rows": [{"attention": "sdpa"}, ours], "untrained": [{"alone": [0.1, 0.2, last], "together": 0.3}]}
 
 
 def test_bounds():
-    assert ROWS["B4"].judge(migrated(-0.001, 0.0, 1.1)).word == IN_PART
-    assert ROWS["B7"].judge(migrated(0.0, 0.01, 1.1)).word == HOLDS
-    assert ROWS["B7"].judge(migrated(0.0, 0.0005, 1.1)).word == IN_PART
-    assert ROWS["B7"].judge(migrated(0.0, -0.01, 1.1)).word == NOT
+    kept = migrated(-0.001, 5.0, 0.9, 0.1)
+    assert [ROWS[name].judge(kept).word for name in ("B4", "B5", "B6")] == [HOLDS, IN_PART, IN_PART]
+    lost = migrated(-0.03, 1.0, 0.0, 0.4)
+    assert [ROWS[name].judge(lost).word for name in ("B4", "B5", "B6")] == [IN_PART, NOT, NOT]
+    lost["rows"][1]["figures"]["smaller.logit"]["mean"] = 2.0
+    assert ROWS["B4"].judge(lost).word == NOT
 
 
-def test_a_recipe_may_say_its_own_verdict():
-    assert ROWS["B5"].judge({"evidence": {"B5": {"word": NOT, "ours": "-0.1 points"}}}) == row.Verdict(
-        NOT, "-0.1 points"
-    )
-    assert ROWS["B5"].judge({}).word == NOT_MEASURED
+@pytest.mark.parametrize(("gaps", "word"), [((0.01, 0.01), HOLDS), ((0.01, 0.0), IN_PART), ((0.0, -0.01), NOT)])
+def test_eight_bits(gaps, word):
+    def way(gap):
+        difference = {"mean": gap, "error": 0.002}
+        both = {"before": {"mean": -0.02}, "after": {"mean": gap - 0.02}, "difference": difference}
+        return {"summary": {"gap.accuracy": both, "moved.decisions_changed": {"difference": difference}}}
+
+    assert ROWS["B7"].judge({"fake": way(gaps[0]), "torchao": way(gaps[1])}).word == word
 
 
 def test_listops():

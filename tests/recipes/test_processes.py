@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from checkpoints import RECIPES, learned, losses, texts, tiny_bert, values
+from checkpoints import RECIPES, learned, losses, texts, tiny_bert, tiny_vit, values
 from safetensors.torch import load_file
 
 SHARDED = {
@@ -23,6 +23,7 @@ FLAGS = {
         "--model", tiny_bert(folder / "bert"), "--data", texts(folder / "train.csv", 24),
         "--test", texts(folder / "test.csv", 9, seed=1),
     ],
+    "finetune_vision": lambda folder: ["--model", tiny_vit(folder / "vit"), "--train-rows", 24, "--test-rows", 9],
 }  # fmt: skip
 STEPS = 3
 

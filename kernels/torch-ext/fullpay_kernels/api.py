@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .checks import check_call
+from .align import aligned
+from .checks import check_call, precision_of
 from .clamp import run_clamp, run_clamp_delta
 from .compiled import uncompiled
 from .decode import run_decode
@@ -57,7 +58,8 @@ def attention(
     """Attention by the module's formulas; differentiable once in all floating-point tensors.
 
     Args:
-        query: (B, H, N, D) of FP32, FP16 or BF16, any strides; D and Dv up to 256.
+        query: (B, H, N, D) of FP32, FP16 or BF16, any strides; D and Dv up to 256. Widths and strides that are no multiples
+            of 16 cost a copy.
         key: (B, G, M, D).
         value: (B, G, M, Dv).
         scaling: factor of q . k.
@@ -79,7 +81,7 @@ def attention(
         fast_tanh: NVIDIA's approximate instruction, a relative error of 2**-11 of z; order may break among ties.
 
     Returns:
-        (B, H, N, Dv) in the dtype of query, in memory (B, N, H, Dv).
+        (B, H, N, Dv) in the dtype of query, in memory (B, N, H, Dv), Dv filled up to a multiple of 16.
 
     Raises:
         ValueError: for tensors or options that do not fit, as "expected ..., got ...".
@@ -97,9 +99,13 @@ def attention(
         centre = None  # softmax ignores a shift
     options = {
         "scaling": float(scaling), "keys": keys, "mask": mask, "offset": offset, "window": window,
-        "cu_seqlens": cu_seqlens, "precision": _precision(precision), "fast_tanh": fast_tanh,
+        "cu_seqlens": cu_seqlens, "precision": precision_of(precision), "fast_tanh": fast_tanh,
     }  # fmt: skip
-    return _Attention.apply(query, key, value, bias, centre, width, amplitude, share, mean, clamp_floor, options)
+    columns = value.shape[3]
+    query, key, value = aligned(query), aligned(key), aligned(value)
+    mean = mean if mean is None else aligned(mean)
+    out = _Attention.apply(query, key, value, bias, centre, width, amplitude, share, mean, clamp_floor, options)
+    return out[..., :columns]
 
 
 class _Attention(torch.autograd.Function):
@@ -121,7 +127,7 @@ class _Attention(torch.autograd.Function):
         *tensors, out, lse = ctx.saved_tensors
         inputs = dict(zip(_INPUTS, tensors, strict=True))
         wanted = {name for name, need in zip(_INPUTS, ctx.needs_input_grad, strict=False) if need}
-        call, grads = _call(inputs, ctx.options), {}
+        call, grads, d_out = _call(inputs, ctx.options), {}, aligned(d_out)
         if out.numel() == 0:
             return *(torch.zeros_like(x) if name in wanted else None for name, x in inputs.items()), None
         if call.floor is None:
@@ -164,13 +170,13 @@ def lower_median(
     check_call(query, key, key, keys, mask, bias, offset, window, cu_seqlens, None, {})
     options = {
         "scaling": float(scaling), "keys": keys, "mask": mask, "offset": offset, "window": window,
-        "cu_seqlens": cu_seqlens, "precision": _precision(precision), "fast_tanh": False,
+        "cu_seqlens": cu_seqlens, "precision": precision_of(precision), "fast_tanh": False,
     }  # fmt: skip
 
     def build(query: Tensor, key: Tensor, bias: Tensor | None) -> Call:
         return _call(dict.fromkeys(_INPUTS) | {"query": query, "key": key, "value": key, "bias": bias}, options)
 
-    return Median.apply(query, key, bias, build)
+    return Median.apply(aligned(query), aligned(key), bias, build)
 
 
 @uncompiled
@@ -225,15 +231,6 @@ def decode_attention(
 def _four(*tensors: Tensor | None) -> tuple[Any, ...]:
     """With leading dimensions of 1, as many as are missing."""
     return tuple(x if x is None or x.ndim >= 4 else x[(None,) * (4 - x.ndim)] for x in tensors)
-
-
-def _precision(precision: str | None) -> str:
-    """Of products of FP32 tensors; None follows PyTorch's own setting."""
-    if precision is None:
-        return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-    if precision not in ("ieee", "tf32"):
-        raise ValueError(f'precision: expected "ieee" or "tf32", got {precision!r}.')
-    return precision
 
 
 def _rate(width: Tensor, amplitude: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:

@@ -221,7 +221,8 @@ def keys_kernel(
     if keys is not None:
         alive = alive & (tl.load(keys + b * keys_strides[0] + cols * keys_strides[1], mask=alive, other=0) != 0)
     k = load_tile(key, k_strides[2], k_strides[3], left, n_keys, COLS, D, PAD, True, alive)
-    v = load_tile(value, v_strides[2], v_strides[3], left, n_keys, COLS, DV, PAD_V, True, alive)
+    if d_key is not None:
+        v = load_tile(value, v_strides[2], v_strides[3], left, n_keys, COLS, DV, PAD_V, True, alive)
     PLAIN: tl.constexpr = not TANH and bias is None
     unit = 1.0
     if PLAIN:
@@ -293,19 +294,23 @@ def keys_kernel(
                 if share is not None:
                     rest = 1.0 - tl.load(share + first + rows, mask=there, other=1.0)[None, :]
                     paid = w * rest
-                to_value = multiply(paid.to(do.dtype), do, to_value, PRECISION, WIDEN)
-                dp = multiply(v, tl.trans(do), None, PRECISION, WIDEN)
-                ds = paid * dp - w * less if share is not None else w * (dp - less)
-                if TANH:
-                    ds = ds * (1.0 - squashed * squashed) * (slope * height)
-                to_key = multiply(ds.to(q.dtype), q, to_key, PRECISION, WIDEN)
+                if d_value is not None:
+                    to_value = multiply(paid.to(do.dtype), do, to_value, PRECISION, WIDEN)
+                if d_key is not None:
+                    dp = multiply(v, tl.trans(do), None, PRECISION, WIDEN)
+                    ds = paid * dp - w * less if share is not None else w * (dp - less)
+                    if TANH:
+                        ds = ds * (1.0 - squashed * squashed) * (slope * height)
+                    to_key = multiply(ds.to(q.dtype), q, to_key, PRECISION, WIDEN)
 
     if keys is not None:  # read again: kept, it would take registers in the loops
         here = keys + b * keys_strides[0] + cols * keys_strides[1]
         alive = tl.load(here, mask=cols < n_keys, other=0) != 0
         to_key = tl.where(alive[:, None], to_key, 0.0)
         to_value = tl.where(alive[:, None], to_value, 0.0)
-    d_key += b * dk_strides[0] + g * dk_strides[1]
-    d_value += b * dv_strides[0] + g * dv_strides[1]
-    store_tile(d_key, dk_strides[2], dk_strides[3], left, n_keys, to_key * scaling, COLS, D, PAD)
-    store_tile(d_value, dv_strides[2], dv_strides[3], left, n_keys, to_value, COLS, DV, PAD_V)
+    if d_key is not None:
+        d_key += b * dk_strides[0] + g * dk_strides[1]
+        store_tile(d_key, dk_strides[2], dk_strides[3], left, n_keys, to_key * scaling, COLS, D, PAD)
+    if d_value is not None:
+        d_value += b * dv_strides[0] + g * dv_strides[1]
+        store_tile(d_value, dv_strides[2], dv_strides[3], left, n_keys, to_value, COLS, DV, PAD_V)

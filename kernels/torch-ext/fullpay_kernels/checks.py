@@ -126,3 +126,12 @@ def check_call(
     ):
         expected = f"({batch}, {groups} or {heads}, {queries} or 1, {value.shape[3]})"
         raise ValueError(f"mean: expected {expected}, got {tuple(mean.shape)}.")
+
+
+def precision_of(precision: str | None) -> str:
+    """Of products of FP32 tensors; None follows PyTorch's own setting."""
+    if precision is None:
+        return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    if precision not in ("ieee", "tf32"):
+        raise ValueError(f'precision: expected "ieee" or "tf32", got {precision!r}.')
+    return precision

@@ -1,7 +1,8 @@
 """Tile sizes for each kernel, head width, dtype and architecture, read from the compiler: benchmarks/aot.py.
 
 Not one was timed on a GPU yet. What decides them: no spills, warpgroup products (at least 64 rows for 4 warps, 128 for
-8), and shared memory. Gradients of keys need 32-row tiles at width 128: with 64 they spill.
+8), and shared memory. Gradients of keys need 32-row tiles at width 128: with 64 they spill. Above, even those of keys and
+of values need a launch each.
 """
 
 from __future__ import annotations
@@ -62,12 +63,14 @@ def tile_for(kernel: str, width: int, dtype: torch.dtype, arch: str, light: bool
     if dtype == torch.float32:
         return Tile(16, 16, 4, 1) if width > 128 else Tile(64 if width <= 64 else 32, 32, 4, 1)
     small = arch.startswith("gfx") or arch in SMALL
-    if width > 128:  # spills remain
-        if small:
-            return Tile(16, 64, 4, 1) if kernel == "keys" else Tile(64, 32, 4, 1)
-        return Tile(16, 64, 8, 2) if kernel == "keys" else Tile(64, 64 if kernel == "forward" else 32, 8, 2)
+    if width > 128 and small:
+        return Tile(16, 64, 4, 1) if kernel == "keys" else Tile(64, 32, 4, 1)
+    if width > 128:
+        return _wide(kernel, light, tanh, arch == "sm_80")
     if small:
         return Tile(32, 64, 4, 1) if kernel == "keys" else Tile(64, 64 if width <= 64 else 32, 4, 1)
+    if kernel == "keys" and arch == "sm_80" and width > 64:  # its products want their operands in registers
+        return Tile(64 if light else 32, 64, 8, 2)
     if kernel == "keys" and tanh and width > 64:
         return Tile(16, 128, 8, 2)
     if kernel == "keys":
@@ -75,3 +78,12 @@ def tile_for(kernel: str, width: int, dtype: torch.dtype, arch: str, light: bool
     if kernel == "queries" and width > 64 and not light:
         return Tile(128, 32, 8, 2)
     return Tile(128, 64, 8, 2)
+
+
+def _wide(kernel: str, light: bool, tanh: bool, ampere: bool) -> Tile:
+    """Tiles above width 128 where a program has at least 160 KiB of shared memory; on sm_80 it has no more."""
+    if kernel == "keys":
+        return Tile(16, 64, 8, 2) if tanh or ampere else Tile(32, 128, 8, 2)
+    if kernel == "forward":
+        return Tile(128 if light else 64, 32, 8, 2)
+    return Tile(128, 32, 8, 2) if light and not ampere else Tile(64, 16, 8, 2)

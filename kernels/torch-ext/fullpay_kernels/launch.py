@@ -195,12 +195,16 @@ def run_keys(call: Call, d_out: Tensor, lse: Tensor, delta: Tensor) -> tuple[Ten
     tile = call.tile("keys")
     if d_key.numel() == 0 or d_out.numel() == 0:
         return d_key.zero_(), d_value.zero_()
+    # Above width 128 the sums of both do not fit the registers: each in a launch of its own costs one product more.
+    wide = max(call.query.shape[3], call.value.shape[3]) > 128
+    launches = [(d_key, None), (None, d_value)] if wide else [(d_key, d_value)]
     with on(lse.device):
-        keys_kernel[(triton.cdiv(n_keys, tile.cols) * batch * groups,)](
-            call.query, call.key, call.value, d_out, lse, delta, d_key, d_value, floor=call.floor,
-            key_lows=None if call.segments is None else call.segments.key_lows,
-            key_highs=None if call.segments is None else call.segments.key_highs,
-            do_strides=d_out.stride(), dk_strides=d_key.stride(), dv_strides=d_value.stride(),
-            GROUPED=groups < call.query.shape[1], **call.common(), **sized(tile),
-        )  # fmt: skip
+        for of_key, of_value in launches:
+            keys_kernel[(triton.cdiv(n_keys, tile.cols) * batch * groups,)](
+                call.query, call.key, call.value, d_out, lse, delta, of_key, of_value, floor=call.floor,
+                key_lows=None if call.segments is None else call.segments.key_lows,
+                key_highs=None if call.segments is None else call.segments.key_highs,
+                do_strides=d_out.stride(), dk_strides=d_key.stride(), dv_strides=d_value.stride(),
+                GROUPED=groups < call.query.shape[1], **call.common(), **sized(tile),
+            )  # fmt: skip
     return d_key, d_value

@@ -140,7 +140,7 @@ def range_sums(
             weight_stride, scale_stride, groups, n_in, n_out, low, high,
             WIDTH=width, PAD=padded(width), ROWS=chunk, CHUNK=chunk, EXACT=exact,
             PRECISION="tf32" if half else "ieee",  # in 32 bits: a half has fewer than tf32
-            WIDEN=interpreted() and x.dtype == torch.bfloat16, num_warps=4, num_stages=2,
+            WIDEN=interpreted() and x.dtype == torch.bfloat16, num_warps=8 if width > 128 else 4, num_stages=2,
         )  # fmt: skip
     return out
 

@@ -3,7 +3,8 @@
     relay of block p:  kbar_p, vbar_p = means over its n_p existing tokens
     w_i = softmax over { scaling * q_i . k_j : j in the block of i } and { scaling * q_i . kbar_p + log n_p : other p }
 
-Causal: the own block up to i, and relays of blocks that ended before it. One joint softmax: the parts are attention calls
+Blocks are counted from the first key that exists, in each row of the batch. Causal: the own block up to i, and relays of
+blocks that ended before it. One joint softmax: the parts are attention calls
 of their own, merged by their lse, and the merged lse and output make each part's backward pass exact.
 
 Dimensions: B batch, H query heads, G key/value heads, N queries and keys, P blocks, D and Dv widths.
@@ -19,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .checks import check_tensors
+from .align import aligned
+from .checks import check_tensors, precision_of
 from .compiled import uncompiled
 from .launch import Call, Segments, run_delta, run_forward, run_keys, run_queries
 
@@ -34,7 +36,7 @@ def relay_attention(
     size: int,
     causal: bool = False,
     keys: Tensor | None = None,
-    precision: str = "ieee",
+    precision: str | None = None,
 ) -> Tensor:
     """Attention by the module's formula; differentiable once in query, key and value. A blind query gets zeros.
 
@@ -46,7 +48,7 @@ def relay_attention(
         size: tokens of a block.
         causal: whether a query sees only what came before it.
         keys: (B, N) bool, True for keys that exist.
-        precision: of products of FP32 tensors, "ieee" or "tf32".
+        precision: of products of FP32 tensors, "ieee" or "tf32"; None follows torch.get_float32_matmul_precision().
 
     Returns:
         (B, H, N, Dv) in the dtype of query.
@@ -58,11 +60,29 @@ def relay_attention(
         raise ValueError(f"scaling: expected a positive number, got {scaling}.")
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ValueError(f"size: expected a positive integer, got {size!r}.")
-    alive = torch.ones(1, key.shape[2], dtype=torch.bool, device=key.device) if keys is None else keys
+    tokens, columns = query.shape[2], value.shape[3]
+    query, key, value = aligned(query), aligned(key), aligned(value)
+    size = min(size, max(tokens, 1))
+    early = None
+    if keys is not None and tokens:  # rows laid out so that the first key begins a block
+        early = -keys.to(torch.uint8).argmax(-1) % size
+        query, key, value = (_laid(x, -early, tokens + size - 1) for x in (query, key, value))
+        keys = _laid(keys[:, None, :, None], -early, tokens + size - 1)[:, 0, :, 0]
+    alive = torch.ones(1, tokens, dtype=torch.bool, device=key.device) if keys is None else keys
     counts = _blocks(alive, 1, size).sum(-1)  # (B or 1, P)
     relay_key, relay_value = (_relays(x, alive, counts, size) for x in (key, value))
-    options = {"scaling": float(scaling), "size": size, "causal": causal, "keys": keys, "precision": precision}
-    return _Relays.apply(query, key, value, relay_key, relay_value, counts, options)
+    options = {
+        "scaling": float(scaling), "size": size, "causal": causal, "keys": keys, "precision": precision_of(precision),
+    }  # fmt: skip
+    out = _Relays.apply(query, key, value, relay_key, relay_value, counts, options)
+    return (out if early is None else _laid(out, early, tokens))[..., :columns]
+
+
+def _laid(x: Tensor, start: Tensor, length: int) -> Tensor:
+    """Slots start .. start + length - 1 of (B, *, N, width), zeros where there are none; start is (B,)."""
+    slot = (start[:, None] + torch.arange(length, device=x.device))[:, None, :, None]
+    index = slot.clamp(0, x.shape[2] - 1).expand(-1, x.shape[1], -1, x.shape[3])
+    return x.gather(2, index).masked_fill((slot < 0) | (slot >= x.shape[2]), 0)
 
 
 def _blocks(x: Tensor, dim: int, size: int) -> Tensor:
@@ -122,6 +142,7 @@ class _Relays(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, out, lse = ctx.saved_tensors
+        d_out = aligned(d_out)
         own, *relays = _parts(*tensors, ctx.options)
         delta, _ = run_delta(own, d_out, out, None)
         d_query = sum(run_queries(part, d_out, lse, delta, {"query"})["query"] for part in (own, *relays))

@@ -77,6 +77,13 @@ def kernel_attention(
     return torch.where(visible.counts() > 0, out, 0.0)
 
 
+def kernel_relays(query: Tensor, key: Tensor, value: Tensor, *, visible: Visible, scaling: float, size: int) -> Tensor:
+    """`fast.relays.relay_attention` on the kernels, for ordinary scores and as many queries as keys."""
+    causal = visible.offset is not None
+    out = load().relay_attention(query, key, value, scaling=scaling, size=size, causal=causal, keys=visible.keys)
+    return torch.where(visible.counts() > 0, out, 0.0)
+
+
 def kernel_mean(value: Tensor, visible: Visible) -> Tensor:
     """`fast.mean.visible_mean` on the kernels, which know no dense masks."""
     if visible.dense is not None:
