@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from compare import mean_and_error
 
 ROOT = Path(__file__).parents[2]
 HOLDS, IN_PART, NOT, NOT_MEASURED = "holds", "holds in part", "does not hold", "not measured"
@@ -86,12 +87,6 @@ class Row:
         return self.judge(*found)
 
 
-def mean_and_error(numbers: list[float]) -> tuple[float, float | None]:
-    """Mean, and its standard error where there is more than one number."""
-    error = statistics.stdev(numbers) / math.sqrt(len(numbers)) if len(numbers) > 1 else None
-    return statistics.fmean(numbers), error
-
-
 def differences(ours: list[float], theirs: list[float]) -> list[float]:
     """Of what belongs together: the same seed, the same documents."""
     return [a - b for a, b in zip(ours, theirs, strict=True)]
@@ -102,13 +97,11 @@ def summary(figures: Figures, against: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for variant, measures in figures.items():
         for measure, numbers in measures.items():
-            mean, error = mean_and_error(numbers)
-            entry: dict[str, Any] = {"mean": mean, "error": error}
+            entry: dict[str, Any] = mean_and_error(numbers)
             theirs = figures.get(against, {}).get(measure)
             if variant != against and theirs is not None:
-                paired = differences(numbers, theirs)
-                mean, error = mean_and_error(paired)
-                entry["difference"] = {"mean": mean, "error": error, "by_seed": paired}
+                apart = differences(numbers, theirs)
+                entry["difference"] = mean_and_error(apart) | {"by_seed": apart}
             found.setdefault(variant, {})[measure] = entry
     return found
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from transformers import BertTokenizer, ViTImageProcessorPil
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import BertTokenizer, PreTrainedTokenizerFast, ViTImageProcessorPil
 
 from families import build
 from hf_fullpay import AttentionPlan, Mixture
@@ -33,6 +34,15 @@ def tiny_vit(folder: Path) -> Path:
     model.save_pretrained(folder)
     side = model.config.image_size
     ViTImageProcessorPil(size={"height": side, "width": side}).save_pretrained(folder)
+    return folder
+
+
+def tiny_llama(folder: Path) -> Path:
+    """A Llama of two layers with a tokenizer of whole words."""
+    build("llama").save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate([*MARKS, *WORDS])}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, bos_token="[CLS]", eos_token="[SEP]").save_pretrained(folder)
     return folder
 
 

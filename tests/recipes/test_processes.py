@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from checkpoints import RECIPES, learned, losses, texts, tiny_bert, tiny_vit, values
+from checkpoints import RECIPES, learned, losses, texts, tiny_bert, tiny_llama, tiny_vit, values
 from safetensors.torch import load_file
 
 SHARDED = {
@@ -24,6 +24,10 @@ FLAGS = {
         "--test", texts(folder / "test.csv", 9, seed=1),
     ],
     "finetune_vision": lambda folder: ["--model", tiny_vit(folder / "vit"), "--train-rows", 24, "--test-rows", 9],
+    "finetune_lm": lambda folder: [
+        "--model", tiny_llama(folder / "llama"), "--data", texts(folder / "train.csv", 48),
+        "--test", texts(folder / "test.csv", 9, seed=1), "--length", "32",
+    ],
 }  # fmt: skip
 STEPS = 3
 
