@@ -71,14 +71,28 @@ def judge_depth(result: dict[str, Any], generated: dict[str, Any] | None) -> Ver
         f"{mean(result, label, through):.1f}x"
     )
     decays, helped = mean(result, "ordinary", decay) < 1, change < -chance
-    word = IN_PART if decays or helped else NOT
+    varied, repetition = repeated(generated)
+    word = IN_PART if decays or helped or varied else NOT
     why = [
         "gradients " + ("shrink" if decays else "grow") + " on the way down (residual paths carry them)",
         "far positions " + ("gain" if helped else "do not gain") + " by the floor",
     ]
-    why.append("repetition: see E10" if generated is not None else "repetition not measured yet")
+    why.append(repetition)
     why.append("tensor cores need a GPU, none was at hand")
     return Verdict(word, ours, "; ".join(why))
+
+
+def repeated(generated: dict[str, Any] | None) -> tuple[bool, str]:
+    """Whether greedy texts repeat less under full payment, beyond chance, and in words."""
+    if generated is None:
+        return False, "repetition not measured yet"
+    rows = {(row["mode"], row["name"]): row["difference"] for row in generated["rows"]}
+    change = rows["greedy", "fullpay"]["repeated_4_last"]
+    less = change["mean"] < -2 * change["error"]
+    told = (
+        f"repeated 4-grams at the end of greedy texts {100 * change['mean']:+.1f} ± {100 * change['error']:.1f} points"
+    )
+    return less, told
 
 
 def judge_experiments(result: dict[str, Any]) -> Verdict:

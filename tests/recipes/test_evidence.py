@@ -7,7 +7,7 @@ import torch
 
 import evidence
 import listops
-from rows import ROWS, leak, list_operations, row
+from rows import ROWS, depth, leak, list_operations, row
 from rows.arithmetic import pairs
 from rows.row import HOLDS, IN_PART, NOT, NOT_MEASURED, summary
 
@@ -167,6 +167,13 @@ def test_pairs_are_those_of_the_mask(window, causal):
     if causal:
         seen = (j <= i) & (torch.ones_like(seen) if window is None else i - j < window)
     assert pairs(n, window, causal) == int(seen.sum())
+
+
+@pytest.mark.parametrize(("change", "less"), [(-0.1, True), (-0.01, False), (0.1, False)])
+def test_repetition(change, less):
+    row = {"mode": "greedy", "name": "fullpay", "difference": {"repeated_4_last": {"mean": change, "error": 0.01}}}
+    assert depth.repeated({"rows": [row]})[0] is less
+    assert depth.repeated(None)[0] is False
 
 
 def test_roles_and_the_sine():
