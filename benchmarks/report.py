@@ -1,4 +1,5 @@
-"""Render the tables of the README and of GPU.md, and the plot, from the preset table and from committed results.
+"""Render the tables of the README, of GPU.md and of the recipes' evidence, and the plot, from the preset table and from
+committed results.
 
     python benchmarks/report.py            # rewrite them
     python benchmarks/report.py --check    # exit status 1 when a table or the plot is stale
@@ -24,7 +25,7 @@ from plot import draw, is_stale, points
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "GPU.md")
+PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "GPU.md", ROOT / "recipes" / "EVIDENCE.md")
 PLOT = RESULTS / "ratios.svg"
 
 
@@ -290,6 +291,24 @@ def demo() -> str:
     )
 
 
+def evidence() -> str:
+    """A line for every figure of the sources."""
+    return _evidence().short()
+
+
+def evidence_page() -> str:
+    """All that there is to know of each."""
+    return _evidence().long()
+
+
+def _evidence() -> Any:
+    """The recipe that holds the evidence; scripts of recipes/ find each other by the path."""
+    sys.path.append(str(ROOT / "recipes"))
+    import evidence
+
+    return evidence
+
+
 def _load(name: str) -> Any:
     path = RESULTS / name
     return json.loads(path.read_text()) if path.exists() else None
@@ -298,6 +317,7 @@ def _load(name: str) -> Any:
 TABLES = {
     "backends": backends, "presets": presets, "saved": saved, "speed": speed, "peers": peers, "growth": growth,
     "decode": decode, "memory": memory, "demo": demo, "gpu": gpu_page, "checks": checks, "recipes": recipes,
+    "evidence": evidence, "evidence_page": evidence_page,
 }  # fmt: skip
 
 if __name__ == "__main__":
