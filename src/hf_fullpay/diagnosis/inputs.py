@@ -41,7 +41,15 @@ def batches_of(inputs: Any, model: nn.Module) -> Iterator[Batch]:
             hint = "Tokenize texts first: tokenizer(texts, padding=True, truncation=True, return_tensors='pt')."
             raise wrong("inputs", _KINDS, f"an iterable of {type(batch).__name__}", hint)
         found = True
-        yield {name: _on(value, name, device) for name, value in batch.items() if value is not None}
+        given = {name: _on(value, name, device) for name, value in batch.items() if value is not None}
+        if main not in given and not any(name.endswith("embeds") for name in given):
+            raise wrong("inputs", f"{main!r} among the arguments of {type(model).__name__}", sorted(given))
+        ids, mask = given.get("input_ids"), given.get("attention_mask")
+        if ids is not None and ids.ndim == 1:
+            raise wrong("inputs['input_ids']", "shape (batch, tokens)", tuple(ids.shape))
+        if ids is not None and ids.ndim == 2 and mask is not None and mask.ndim == 2 and mask.shape != ids.shape:
+            raise wrong("inputs['attention_mask']", f"the shape of input_ids, {tuple(ids.shape)}", tuple(mask.shape))
+        yield given
     if not found:
         raise ValueError("inputs: expected at least one batch, got an empty iterable.")
 

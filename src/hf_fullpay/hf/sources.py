@@ -101,6 +101,8 @@ def text_batches(source: str, model: PreTrainedModel, texts: list[str], *, lengt
     most = min(getattr(config, "max_position_embeddings", None) or LONGEST, tokenizer.model_max_length)
     if length is not None and length > most:
         raise ValueError(f"--length: expected at most {most} tokens, which the model takes, got {length}.")
+    if not len(tokenizer):  # made up, for want of files
+        raise ValueError(f"--text: expected a tokenizer beside the model, got none in {source}.")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     ordered = sorted(texts, key=len, reverse=True)
