@@ -42,7 +42,11 @@ def batches_of(inputs: Any, model: nn.Module) -> Iterator[Batch]:
             raise wrong("inputs", _KINDS, f"an iterable of {type(batch).__name__}", hint)
         found = True
         given = {name: _on(value, name, device) for name, value in batch.items() if value is not None}
-        if main not in given and not any(name.endswith("embeds") for name in given):
+        if (
+            hasattr(model, "main_input_name")
+            and main not in given
+            and not any(name.endswith("embeds") for name in given)
+        ):
             raise wrong("inputs", f"{main!r} among the arguments of {type(model).__name__}", sorted(given))
         ids, mask = given.get("input_ids"), given.get("attention_mask")
         if ids is not None and ids.ndim == 1:
