@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,6 +28,15 @@ READERS: dict[str, Any] = {
     ".parquet": pandas.read_parquet,
 }
 HELD_OUT = 0.2
+
+
+def add_source_arguments(parser: argparse.ArgumentParser, *, labels: bool = True) -> None:
+    """Which rows, and which of their columns."""
+    parser.add_argument("--data", default="reviews", help="reviews, r8, r52, 20ng, a file or a Hub id (reviews)")
+    parser.add_argument("--test", help="held-out rows, where --data has no split for them (a fifth of it)")
+    parser.add_argument("--text-column", default="text", metavar="NAME")
+    if labels:
+        parser.add_argument("--label-column", default="label", metavar="NAME")
 
 
 def installed(package: str, inside: str) -> str:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from data import splits
+from data import add_source_arguments, splits
 from packing import Document
 from settings import count
 
 
 def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     """Which texts."""
-    parser.add_argument("--data", default="reviews", help="reviews, r8, r52, 20ng, a file or a Hub id (reviews)")
-    parser.add_argument("--test", help="held-out rows, where --data has no split for them (a fifth of it)")
-    parser.add_argument("--text-column", default="text", metavar="NAME")
+    add_source_arguments(parser, labels=False)
     parser.add_argument("--words", type=count, nargs=2, metavar=("LOW", "HIGH"), help="documents of so many words only")
     parser.add_argument("--train-rows", type=count, metavar="N", help="at most so many documents")
     parser.add_argument("--test-rows", type=count, metavar="N", help="at most so many documents")

@@ -34,7 +34,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from arguments import accelerator_of, add_arguments, config_of, model_of
-from data import checkpoint, splits
+from data import add_source_arguments, checkpoint, splits
 from hf_fullpay.demo import CONTRAST
 from hf_fullpay.hf.cards import render_card
 from metrics import classification, predict
@@ -131,10 +131,7 @@ def length_of(length: int | None, config: Any, tokenizer: Any) -> int:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, config=CONFIG, model="minilm")
-    parser.add_argument("--data", default="reviews", help="reviews, r8, r52, 20ng, a file or a Hub id (reviews)")
-    parser.add_argument("--test", help="held-out rows, where --data has no split for them (a fifth of it)")
-    parser.add_argument("--text-column", default="text", metavar="NAME")
-    parser.add_argument("--label-column", default="label", metavar="NAME")
+    add_source_arguments(parser)
     parser.add_argument("--words", type=count, nargs=2, metavar=("LOW", "HIGH"), help="documents of so many words only")
     parser.add_argument("--train-rows", type=count, metavar="N", help="at most so many")
     parser.add_argument("--test-rows", type=count, metavar="N", help="at most so many")

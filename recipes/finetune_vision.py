@@ -235,6 +235,7 @@ def main(arguments: list[str] | None = None) -> int:
         (options.out / "results.json").write_text(json.dumps(written, indent=2) + "\n")
         print(f"accuracy {found['accuracy']:.3f}, macro F1 {found['macro_f1']:.3f}")
         print(f"trained in {trained:.0f} s; checkpoint, card and results in {options.out}")
+    accelerator.end_training()
     return 0
 
 

@@ -41,7 +41,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import hf_fullpay
 from arguments import ATTENTION_DROPOUT, accelerator_of, adapted, add_arguments, config_of, plan_of
-from data import checkpoint
+from data import add_source_arguments, checkpoint
 from extremes import extremes
 from finetune_text import KEEP, length_of, rows
 from hf_fullpay.diagnosis.as_found import as_found
@@ -58,7 +58,6 @@ from training import bare, fit, save_model
 
 HERE = Path(__file__).parent
 CONFIG = HERE / "configs" / "migrate_bounded.yaml"
-Collate = Callable[[list[Any]], dict[str, Tensor]]
 
 
 class Spent(Exception):
@@ -169,10 +168,7 @@ def parser_of() -> argparse.ArgumentParser:
     add_arguments(parser, config=CONFIG, model=None)
     parser.set_defaults(attention="bounded")
     parser.add_argument("--layers", type=layers_asked, help='"from:3", "all_but_last", "2,3,4" (those least harmed)')
-    parser.add_argument("--data", default="reviews", help="reviews, r8, r52, 20ng, a file or a Hub id (reviews)")
-    parser.add_argument("--test", help="held-out rows, where --data has no split for them (a fifth of it)")
-    parser.add_argument("--text-column", default="text", metavar="NAME")
-    parser.add_argument("--label-column", default="label", metavar="NAME")
+    add_source_arguments(parser)
     parser.add_argument("--words", type=count, nargs=2, metavar=("LOW", "HIGH"), help="documents of so many words only")
     parser.add_argument("--train-rows", type=count, metavar="N", help="at most so many")
     parser.add_argument("--test-rows", type=count, metavar="N", help="at most so many, half of them for the checks")

@@ -44,7 +44,7 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
-from data import checkpoint, splits
+from data import add_source_arguments, checkpoint, splits
 from extremes import extremes
 from finetune_text import KEEP, encode, label_ids, length_of
 from hf_fullpay.hf.unwrap import label_of, no_cache
@@ -239,10 +239,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--after", nargs="+", default=[], metavar="MODEL", help="as many, in the same order")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON file for the results")
     parser.add_argument("--backend", choices=BACKENDS, help="torchao where it is installed, else fake")
-    parser.add_argument("--data", default="reviews", help="reviews, r8, r52, 20ng, a file or a Hub id (reviews)")
-    parser.add_argument("--test", help="held-out rows, where --data has no split for them (a fifth of it)")
-    parser.add_argument("--text-column", default="text", metavar="NAME")
-    parser.add_argument("--label-column", default="label", metavar="NAME")
+    add_source_arguments(parser)
     parser.add_argument("--calibrate-rows", type=count, default=64, metavar="N", help="for the ranges of inputs (64)")
     parser.add_argument("--test-rows", type=count, default=600, metavar="N", help="held-out rows (600)")
     parser.add_argument("--length", type=count, metavar="TOKENS", help="longest document (the model's positions)")

@@ -68,7 +68,7 @@ class Tile:
         """How many keys of each row have a weight under a positive level (B or 1, H or 1, R, 1), (B, H, R). Hidden keys
         weigh exactly nothing, so they are counted and taken off again."""
         few = (self.rows.weights < level).sum(-1) - (self.rows.weights.shape[-1] - self.counts)
-        return few + 0 * self.least.nan_to_num(nan=torch.nan, posinf=0)  # NaN is not below anything, and is no pass
+        return few + 0 * self.least.masked_fill(self.counts == 0, 0)  # NaN is not below anything, and is no pass
 
 
 class Stream:
@@ -115,10 +115,6 @@ class Weights(Stream):
 class Promise(Stream):
     """The floor against what the plan promises, sums of rows, and whether these weights are the model's."""
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
-        self.compared: set[int] = set()
-
     def take(self, tile: Tile) -> None:
         rows, layer = tile.rows, tile.seen.index
         if tile.seen.sinks is None:
@@ -134,9 +130,8 @@ class Promise(Stream):
 
     def findings(self, layers: int) -> Findings:
         found = super().findings(layers)
-        for name in ("error",):  # of a layer, not of a head
-            if name in found.values:
-                found.values[name] = [row[0] for row in found.values[name]]  # type: ignore[union-attr]
+        if "error" in found.values:  # of a layer, not of a head
+            found.values["error"] = [row[0] for row in found.values["error"]]  # type: ignore[union-attr]
         return found
 
 
@@ -262,8 +257,9 @@ class Pictures(Stream):
         queries, keys = tile.seen.query.shape[2], weights.shape[-1]
         row_real = torch.ones(queries, dtype=torch.bool, device=weights.device) if tile.real is None else tile.real[0]
         key_real = row_real if queries == keys else torch.ones(keys, dtype=torch.bool, device=weights.device)
-        columns, rows = _bins(key_real), _bins(row_real)[tile.start : tile.stop]
-        pooled = rows.T / _bins(row_real).sum(0)[:, None] @ (weights @ columns)
+        rows = _bins(row_real)
+        columns = rows if key_real is row_real else _bins(key_real)
+        pooled = rows[tile.start : tile.stop].T / rows.sum(0)[:, None] @ (weights @ columns)
         self.sums[layer] = self.sums.get(layer, 0) + pooled.cpu()
         if tile.stop == queries:
             self.finished.add(layer)

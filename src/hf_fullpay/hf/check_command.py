@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +53,7 @@ def _load(options: argparse.Namespace) -> Any:
     from transformers import AutoConfig
 
     from hf_fullpay.hf.forward import PLAN
-    from hf_fullpay.hf.sources import check_source, load_model
+    from hf_fullpay.hf.sources import check_source, load_model, read_plan
 
     check_source(options.model)
     if options.plan is None and options.attention is None:
@@ -67,11 +66,7 @@ def _load(options: argparse.Namespace) -> Any:
         )
     if options.attention:
         return load_model(options.model, options.attention)
-    try:
-        written = json.loads(options.plan.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--plan: expected a file of JSON, got {options.plan}: {error}.") from error
-    setattr(config, PLAN, AttentionPlan.from_dict(written).to_dict())
+    setattr(config, PLAN, read_plan(options.plan).to_dict())
     return load_model(options.model, CARRIER, config=config)
 
 

@@ -242,11 +242,9 @@ def _plan(options: argparse.Namespace) -> AttentionPlan:
     changes = {name.removeprefix("option_"): value for name, value in given if name.startswith("option_")}
     if options.plan is None:
         return with_options(PRESETS[options.attention], changes)
-    try:
-        written = json.loads(options.plan.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--plan: expected a file of JSON, got {options.plan}: {error}.") from error
-    return with_options(AttentionPlan.from_dict(written), changes)
+    from hf_fullpay.hf.sources import read_plan
+
+    return with_options(read_plan(options.plan), changes)
 
 
 def _save_preprocessors(source: str, folder: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoTokenizer, PreTrainedModel
 
 from hf_fullpay.hf.models import architecture
+from hf_fullpay.plan import AttentionPlan
 
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
 LONGEST = 512  # tokens of a document, where neither the user nor the model says less
@@ -24,6 +26,19 @@ def check_source(source: str) -> None:
     """
     if (Path(source).exists() or source.startswith((".", "/", "~"))) and not Path(source, "config.json").is_file():
         raise ValueError(f"expected a Hub id or a folder with config.json, got {source}.")
+
+
+def read_plan(path: str | Path, option: str = "--plan") -> AttentionPlan:
+    """A plan out of a file of JSON, as `hf-fullpay list --json` and `calibrate` write it.
+
+    Raises:
+        ValueError: naming the option, for a file that cannot be read or holds no plan.
+    """
+    try:
+        written = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{option}: expected a file of JSON, got {path}: {error}.") from error
+    return AttentionPlan.from_dict(written)
 
 
 def load_model(source: str, attention: str | None = None, **options: Any) -> PreTrainedModel:
